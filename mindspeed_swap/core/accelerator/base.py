@@ -1,0 +1,109 @@
+"""The contract between the core and a device. Nothing else in the core names a device type.
+
+A *stream* is an ordered queue of work, an *event* a mark in one. Both are opaque to the core. ``wait`` orders streams
+without blocking the host where the device can do that; the simulated device, whose compute runs on the host thread,
+blocks instead. Either way the same calls in the same order are right.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Stream = Any
+Event = Any
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of this process on its device."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    capacity_bytes: int  # what this process may use: the device, or MINDSPEED_SWAP_DEVICE_CAPACITY if that is less
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What the allocator saw since the last call of ``take_interval``."""
+
+    peak_bytes: int
+    largest_request_bytes: int
+
+
+class Accelerator(ABC):
+    """One device of this process."""
+
+    name: str
+
+    # ---- whose memory
+    @abstractmethod
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's storage is memory of this device, made by its allocator (not foreign memory)."""
+
+    @abstractmethod
+    def memory(self) -> DeviceMemory: ...
+
+    @abstractmethod
+    def take_interval(self) -> Interval:
+        """Peak and largest request since the previous call; starts the next interval."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """A flat uint8 tensor on the device, allocated for the live compute stream.
+
+        Raises torch.OutOfMemoryError, after the pressure handler (if any) could not help.
+        """
+
+    @abstractmethod
+    def on_pressure(self, handler: Callable[[int, int], bool] | None) -> bool:
+        """Ask for ``handler(nbytes, attempt)`` to be called when an allocation fails, from the allocating thread with
+        no allocator lock held; True from it means "try again". None removes it.
+
+        Returns False if this device cannot do that: the caller must then evict ahead.
+        """
+
+    # ---- order
+    @abstractmethod
+    def compute_stream(self) -> Stream:
+        """The stream on which this thread queues work now. Ask every time: users change it."""
+
+    @abstractmethod
+    def new_stream(self) -> Stream: ...
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """A mark behind everything queued on the stream so far. Carries a time for ``elapsed_ms``."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Whatever is queued on the stream from now on starts after the event."""
+
+    @abstractmethod
+    def done(self, event: Event) -> bool: ...
+
+    @abstractmethod
+    def synchronize(self, event: Event | None = None) -> None:
+        """Blocks the host until the event (None: everything on the device) has passed."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        """Device time between two events. Both must have passed."""
+
+    # ---- bytes
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        """Queue a copy of flat uint8 tensors of equal length, one on the device and one in registered host memory."""
+
+    @abstractmethod
+    def register_host(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory for the copy engines."""
+
+    @abstractmethod
+    def unregister_host(self, address: int) -> None: ...
+
+    def close(self) -> None:
+        """Stop threads and give back what the process holds beyond plain allocations. Idempotent."""

@@ -1,0 +1,119 @@
+"""StepTrace: what one training step did, in order, with bytes and times. Pure data; imports no torch.
+
+A step is a list of *points*. A point is an event that the manager sees: a tensor is saved (forward) or read back
+(backward), a layer begins or ends, a microbatch begins or ends, the optimizer begins or ends. Point ``i`` closes the
+*interval* ``i``: everything that ran after point ``i - 1``. Every figure of an interval is kept at the point that
+closes it. One convention makes recorder and simulator agree:
+
+    a saved tensor is *resident through* interval ``i`` when it was on the device at point ``i - 1`` (after that point's
+    own releases and prefetches) and still is at point ``i`` (before them).
+
+``base(i) = peak_bytes - resident_bytes`` is then what the interval needs besides the saved tensors, whatever swap or
+eviction did while it was recorded, and a plan's peak in that interval is ``base(i)`` plus the bytes it keeps resident.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+FORWARD, BACKWARD, OPTIMIZER = "F", "B", "O"
+ENTER, EXIT = -1, -2  # ordinals of the borders of a layer; with layer 0: of the microbatch or of the optimizer
+OUTSIDE = 0  # layer number of everything that runs outside the transformer layers (Megatron counts layers from 1)
+
+TRACE_VERSION = 1
+
+
+class Key(NamedTuple):
+    """Names one saved storage within a step, by its first save. ``ordinal`` counts every save of the layer (or of
+    the part outside all layers), before any filter, so that a size threshold never renumbers sites."""
+
+    microbatch: int
+    chunk: int
+    layer: int
+    ordinal: int
+
+
+class Position(NamedTuple):
+    """Names one point of a step. For FORWARD and BACKWARD saves and reads, the last four fields are the Key."""
+
+    phase: str
+    microbatch: int
+    chunk: int
+    layer: int
+    ordinal: int
+
+
+@dataclass(slots=True)
+class Point:
+    """One event, and the figures of the interval that it closes."""
+
+    position: Position
+    time_ms: float  # device time since the start of the step
+    allocated_bytes: int  # at this point, from the allocator
+    peak_bytes: int  # most bytes allocated at once in the interval, from the allocator
+    request_bytes: int  # largest single allocation in the interval
+    resident_bytes: int  # saved tensors resident through the interval (see above)
+
+
+@dataclass(slots=True)
+class SavedRecord:
+    """One saved storage. Indices are into ``StepTrace.points``; ``None`` means that it did not happen."""
+
+    key: Key
+    nbytes: int  # of the storage, not of the view
+    saved: int  # first saved here
+    last_use: int  # last saved again here (views of one storage, second consumers)
+    sole: int | None  # first point at which nobody else held the storage: a release before it frees nothing
+    first_read: int | None  # first point in backward that reads it
+    died: int | None  # point at which its last handle was found dead
+    movable: bool  # False: the manager may not move it (see ``reason``)
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One recorded step of one rank."""
+
+    model: str  # fingerprint of model, layout and batch; a plan made from this trace fits only the same
+    capacity_bytes: int  # what this process may allocate
+    static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
+    d2h_bytes_per_ms: float
+    h2d_bytes_per_ms: float
+    step_ms: float = 0.0
+    held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
+    has_optimizer_state: bool = False
+    points: list[Point] = field(default_factory=list)
+    saved: list[SavedRecord] = field(default_factory=list)
+    evicted_bytes: int = 0  # moved under memory pressure while recording
+    version: int = TRACE_VERSION
+
+    def base_bytes(self, index: int) -> int:
+        """What interval ``index`` needs besides the saved tensors that are resident through it."""
+        point = self.points[index]
+        return max(0, point.peak_bytes - point.resident_bytes)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTrace:
+        """Raises ValueError naming the first thing that is wrong."""
+        data: dict[str, Any] = json.loads(text)
+        if data.get("version") != TRACE_VERSION:
+            raise ValueError(f"trace version {data.get('version')}: this release reads version {TRACE_VERSION}")
+        try:
+            data["points"] = [Point(**{**p, "position": Position(*p["position"])}) for p in data["points"]]
+            data["saved"] = [SavedRecord(**{**s, "key": Key(*s["key"])}) for s in data["saved"]]
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"damaged trace: {error}") from None
+
+    def phases(self) -> Iterator[tuple[str, int]]:
+        """(phase, peak bytes) for each phase, as measured."""
+        peaks: dict[str, int] = {}
+        for point in self.points:
+            phase = point.position.phase
+            peaks[phase] = max(peaks.get(phase, 0), point.peak_bytes)
+        yield from peaks.items()

@@ -1,0 +1,17 @@
+"""One line per thing worth knowing, on rank 0 unless it concerns one rank: ``[mindspeed_swap] ...``."""
+from __future__ import annotations
+
+import os
+import sys
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def say(message: str, *, every_rank: bool = False) -> None:
+    """Print one line. ``every_rank`` adds the rank's number and prints on all of them."""
+    if every_rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        print(f"[mindspeed_swap rank {rank()}] {message}", file=sys.stdout, flush=True)
+    elif rank() == 0:
+        print(f"[mindspeed_swap] {message}", file=sys.stdout, flush=True)

@@ -1,0 +1,26 @@
+"""Sizes as people write them. GB in a flag is 1024^3 bytes; a link's GBPS is 10^9 bytes per second."""
+from __future__ import annotations
+
+import re
+
+from mindspeed_swap.errors import SettingError
+
+MIB = 1 << 20
+GIB = 1 << 30
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str, setting: str) -> int:
+    """``"600MiB"`` or a plain number of bytes -> bytes. Raises SettingError naming the setting."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match.group(2).upper()) if match else None
+    value = int(float(match.group(1)) * unit) if match and unit else 0
+    if value <= 0:
+        raise SettingError(f"{setting}={text!r}: expected a size above 0 such as 600MiB, 1.5GiB or a number of bytes")
+    return value
+
+
+def format_bytes(nbytes: float) -> str:
+    """``11.2 GiB`` / ``600.0 MiB``: GiB from 1 GiB up, MiB below."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
