@@ -7,6 +7,7 @@ request seen recently.
 """
 from __future__ import annotations
 
+from mindspeed_swap.core.accelerator.base import Interval
 from mindspeed_swap.core.swap_manager import SwapManager
 
 # How many points back a request counts as recent. One layer has a few dozen points each way; a request that large
@@ -25,15 +26,14 @@ class OomGuard:
         self._age = 0
         self.ahead = not (hook and self._accelerator.on_pressure(self._on_pressure))
         if self.ahead:
-            manager.before_point = self._before_point
+            manager.on_interval = self._evict_ahead
 
     def _on_pressure(self, nbytes: int, attempt: int) -> bool:
         """The allocator is out of memory. True: something was freed, try again."""
         del attempt  # the allocator bounds them
         return self._manager.evict(nbytes) > 0
 
-    def _before_point(self) -> None:
-        interval = self._accelerator.take_interval()
+    def _evict_ahead(self, interval: Interval) -> None:
         self._age += 1
         if interval.largest_request_bytes >= self._recent_bytes or self._age > RECENT_POINTS:
             self._recent_bytes, self._age = interval.largest_request_bytes, 0
@@ -44,6 +44,6 @@ class OomGuard:
 
     def close(self) -> None:
         if self.ahead:
-            self._manager.before_point = None
+            self._manager.on_interval = None
         else:
             self._accelerator.on_pressure(None)

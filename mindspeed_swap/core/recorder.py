@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, Point, Position, SavedRecord, StepTrace
 
@@ -55,9 +55,8 @@ class Recorder:
     def _next(self) -> int:
         return len(self.trace.points)
 
-    def point(self, position: Position) -> None:
+    def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
-        interval = self._accelerator.take_interval()
         allocated = self._accelerator.memory().allocated_bytes
         index = self._next
         for serial, saved in list(self._not_sole.items()):

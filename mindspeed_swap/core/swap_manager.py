@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.plan import Plan, Swap
@@ -24,6 +24,7 @@ from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State,
 from mindspeed_swap.core.step import Scope, StepStats
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
 from mindspeed_swap.core.waits import Wait
+
 
 class SwapManager:
     """One per process and device. Called from the thread that runs the step and from autograd's threads."""
@@ -42,7 +43,7 @@ class SwapManager:
         self.stats = StepStats()
         self.bytes_in: dict[State, int] = dict.fromkeys(State, 0)  # of all live saved tensors, by where they are
         self.observers: list[Callable[[SavedTensor, State], None]] = []  # told after every change: (tensor, old state)
-        self.before_point: Callable[[], None] | None = None  # evicts ahead, where failed allocations cannot be retried
+        self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
         self._skip_waits = skip_waits  # for tests: each wait removed must be noticed
         self._d2h, self._h2d = accelerator.new_stream(), accelerator.new_stream()
         self._lock = threading.RLock()
@@ -194,10 +195,12 @@ class SwapManager:
     def _close(self, position: Position) -> None:
         """The interval that led here is over."""
         self._drain()
-        if self._recorder:
-            self._recorder.point(position)
-        if self.before_point:
-            self.before_point()
+        if self._recorder or self.on_interval:
+            interval = self.accelerator.take_interval()
+            if self._recorder:
+                self._recorder.point(position, interval)
+            if self.on_interval:
+                self.on_interval(interval)
 
     def _act(self, position: Position) -> None:
         """What the plan wants at this position. Each entry is used once."""
