@@ -44,7 +44,13 @@ def install() -> None:
 def activate(options: Options) -> None:
     """Arguments have been parsed and a feature is on: start the runtime and install its patches. Idempotent."""
     from mindspeed_swap import runtime
-    from mindspeed_swap.patches import linear, recompute, schedules, training, transformer_layer
+    from mindspeed_swap.patches import (
+        linear,
+        recompute,
+        schedules,
+        training,
+        transformer_layer,
+    )
 
     if runtime.started():
         return

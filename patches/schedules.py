@@ -4,8 +4,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindspeed_swap import runtime
 from mindspeed_swap.patches.registry import Patch
+
+from mindspeed_swap import runtime
 
 
 def _forward_step(original: Any) -> Any:

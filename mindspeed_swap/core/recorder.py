@@ -8,7 +8,15 @@ import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Interval
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
-from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, Point, Position, SavedRecord, StepTrace
+from mindspeed_swap.core.trace import (
+    EXIT,
+    FORWARD,
+    OUTSIDE,
+    Point,
+    Position,
+    SavedRecord,
+    StepTrace,
+)
 
 
 def _use_count(address: int) -> int:

@@ -58,8 +58,24 @@ class SavedTensor:
     """One storage at one version. Every view of it that autograd saves shares this object (and its one copy)."""
 
     __slots__ = (
-        "key", "serial", "nbytes", "version", "alias", "shape", "stride", "offset", "dtype", "storage_ref", "identity",
-        "state", "handles", "block", "copied", "buffer", "loaded", "release",
+        "alias",
+        "block",
+        "buffer",
+        "copied",
+        "dtype",
+        "handles",
+        "identity",
+        "key",
+        "loaded",
+        "nbytes",
+        "offset",
+        "release",
+        "serial",
+        "shape",
+        "state",
+        "storage_ref",
+        "stride",
+        "version",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int) -> None:
@@ -128,7 +144,7 @@ class Handle:
     does is to append to a deque that the manager drains at its next event.
     """
 
-    __slots__ = ("saved", "key", "read", "shape", "stride", "offset", "dtype", "_dead")
+    __slots__ = ("_dead", "dtype", "key", "offset", "read", "saved", "shape", "stride")
 
     def __init__(self, saved: SavedTensor, tensor: torch.Tensor, key: Key, dead: deque[SavedTensor]) -> None:
         self.saved = saved

@@ -25,7 +25,7 @@ class StepStats:
 class Scope:
     """Where in the step forward is: a microbatch of a model chunk, and the layer that runs."""
 
-    __slots__ = ("microbatch", "chunk", "layer", "_ordinals")
+    __slots__ = ("_ordinals", "chunk", "layer", "microbatch")
 
     def __init__(self, microbatch: int, chunk: int) -> None:
         self.microbatch, self.chunk, self.layer = microbatch, chunk, OUTSIDE

@@ -20,9 +20,26 @@ from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
-from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State, flat_bytes, modified_in_place
+from mindspeed_swap.core.saved_tensor import (
+    Handle,
+    Passed,
+    SavedTensor,
+    State,
+    flat_bytes,
+    modified_in_place,
+)
 from mindspeed_swap.core.step import Scope, StepStats
-from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
+from mindspeed_swap.core.trace import (
+    BACKWARD,
+    ENTER,
+    EXIT,
+    FORWARD,
+    OPTIMIZER,
+    OUTSIDE,
+    Key,
+    Position,
+    StepTrace,
+)
 from mindspeed_swap.core.waits import Wait
 
 
@@ -170,7 +187,9 @@ class SwapManager:
         if first:
             packed.read = True
             self._close(position)
-        if saved.state is State.HOST:
+        if saved.state is State.RETURNING and not self.accelerator.done(saved.loaded):
+            self.stats.late_loads += 1
+        elif saved.state is State.HOST:
             self.stats.on_demand_loads += 1
             self._load(saved)
         with self._lock:
@@ -298,8 +317,6 @@ class SwapManager:
 
     def _finish_load(self, saved: SavedTensor) -> None:
         """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
-        if not self.accelerator.done(saved.loaded):
-            self.stats.late_loads += 1
         self._wait(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded)
         buffer, saved.buffer = saved.buffer, None
         assert buffer is not None
