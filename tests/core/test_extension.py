@@ -66,7 +66,8 @@ def test_one_process_builds_and_the_others_wait(source: Path) -> None:
 
 def test_a_killed_builder_blocks_nobody(source: Path, tmp_path: Path) -> None:
     slow = tmp_path / "slow-c++"
-    slow.write_text(f"#!/bin/sh\ncase \"$*\" in *tiny.cpp*) touch {tmp_path}/compiling; sleep 30;; esac\nexec c++ \"$@\"\n")
+    slow.write_text(
+        f'#!/bin/sh\ncase "$*" in *tiny.cpp*) touch {tmp_path}/compiling; sleep 30;; esac\nexec c++ "$@"\n')
     slow.chmod(0o755)
     builder = start(source, CXX=str(slow))
     deadline = time.monotonic() + 30
