@@ -1,0 +1,68 @@
+"""Chooses the device of this process: ``MINDSPEED_SWAP_DEVICE=auto|cuda|npu|sim``."""
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import (
+    Accelerator,
+    DeviceMemory,
+    Event,
+    Interval,
+    Stream,
+)
+from mindspeed_swap.errors import SettingError
+
+DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"
+DEVICES = ("auto", "cuda", "npu", "sim")
+
+__all__ = ["DEVICES", "DEVICE_VARIABLE", "Accelerator", "DeviceMemory", "Event", "Interval", "Stream",
+           "device_choice", "get_accelerator"]
+
+
+def device_choice() -> str:
+    """What the environment asks for, one of DEVICES; SettingError if it is none of them. Touches no device."""
+    choice = os.environ.get(DEVICE_VARIABLE, "auto")
+    if choice not in DEVICES:
+        raise SettingError(f"{DEVICE_VARIABLE}={choice!r}: expected one of {', '.join(DEVICES)}")
+    return choice
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """The one accelerator of this process. ``auto`` takes what is there and never simulates.
+
+    Raises SettingError if there is none. Each device's module is imported only when it is chosen.
+    """
+    choice = device_choice()
+    if choice == "auto":
+        choice = _present_device()
+    if choice == "sim":
+        from mindspeed_swap.core.accelerator.sim import SimAccelerator
+
+        return SimAccelerator()
+    if choice == "npu":
+        from mindspeed_swap.core.accelerator.npu import NpuAccelerator
+
+        return NpuAccelerator()
+    from mindspeed_swap.core.accelerator.cuda import CudaAccelerator
+
+    return CudaAccelerator()
+
+
+def _present_device() -> str:
+    # NPU first: under torch_npu's transfer_to_npu, torch.cuda answers for the NPU. torch_npu loads with torch itself
+    # where it is installed, so it need not be imported here.
+    torch_npu = sys.modules.get("torch_npu")
+    if torch_npu is not None and torch_npu.npu.is_available():
+        return "npu"
+    # device_count asks NVML: unlike is_available it does not initialise CUDA, which would break later forks.
+    if torch.cuda.device_count() > 0:
+        return "cuda"
+    raise SettingError(
+        f"no accelerator found (CUDA, NPU). To simulate one on the CPU set {DEVICE_VARIABLE}=sim, "
+        "and MINDSPEED_SWAP_DEVICE_CAPACITY=600MiB for its size"
+    )
