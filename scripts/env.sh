@@ -52,7 +52,8 @@ _prepare_environment() {
     fi
     rm -f "$stamp"
     echo "Installing requirement.txt (5 GB on disk; a minute or a few; log: .venv/install.log) ..."
-    if ! { _pip install -r "$ROOT/requirement.txt" && _pip install --no-deps --no-build-isolation -e "$ROOT"; }; then
+    # --no-compile: Python compiles what is imported, which is a small part of 5 GB.
+    if ! { _pip install --no-compile -r "$ROOT/requirement.txt" && _pip install --no-deps --no-build-isolation -e "$ROOT"; }; then
         echo "Installing failed; the end of .venv/install.log:" >&2
         tail -n 15 "$ROOT/.venv/install.log" >&2
         return 1

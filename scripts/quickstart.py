@@ -137,8 +137,8 @@ def choose_cap(floor: int | None, peak: int) -> int:
     cap = (floor + peak) // 2
     if cap > MOST_OF_PEAK * peak:
         raise Failed(
-            f"halfway between floor {format_bytes(floor)} and peak {format_bytes(peak)} is {cap / peak:.1%} of the peak, "
-            f"above {MOST_OF_PEAK:.0%}: this model has too little to swap"
+            f"halfway between floor {format_bytes(floor)} and peak {format_bytes(peak)} is {cap / peak:.1%} of the "
+            f"peak, above {MOST_OF_PEAK:.0%}: this model has too little to swap"
         )
     return cap
 
@@ -184,9 +184,9 @@ def checks(plain: Run, dead: Run, swapped: Run) -> list[tuple[bool, str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = HERE.parent / "runs" / "quickstart"
-    parser.add_argument("--out", type=Path, default=default, help="folder for logs and figures (default: runs/quickstart)")
+    parser.add_argument("--out", type=Path, default=default, help="for logs and figures (default: runs/quickstart)")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run (default: %(default)s)")
-    parser.add_argument("--data", type=Path, help="PREFIX of a text made by prepare_text.py (default: Python's own help)")
+    parser.add_argument("--data", type=Path, help="prefix of a text from prepare_text.py (default: Python's help)")
     parser.add_argument("--trainer", type=Path, default=HERE / "pretrain_gpt_sim.sh", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     started = time.monotonic()

@@ -51,8 +51,8 @@ def quickstart(tmp_path, monkeypatch):
     def run(**fake):
         monkeypatch.setenv("FAKE", json.dumps(fake))
         monkeypatch.setenv("MINDSPEED_SWAP_DEVICE_CAPACITY", "1")  # the caller's must not leak into uncapped runs
-        trainer = str(tmp_path / "trainer.sh")
-        return module.main(["--out", str(tmp_path), "--trainer", trainer, "--steps", "6", "--data", str(tmp_path / "d")])
+        trainer, data = str(tmp_path / "trainer.sh"), str(tmp_path / "data")
+        return module.main(["--out", str(tmp_path), "--trainer", trainer, "--steps", "6", "--data", data])
 
     run.Failed = module.Failed
     return run
