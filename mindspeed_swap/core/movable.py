@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -13,37 +12,55 @@ from mindspeed_swap.core.accelerator.base import Accelerator
 DEFAULT_MIN_BYTES = 64 << 10
 
 
+class StorageSet:
+    """Storages by identity. An address alone proves nothing: it is reused. A storage's Python object lives as long as
+    the storage, so a weak reference to it does."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._refs[storage._cdata] = weakref.ref(storage)
+
+    def drop_dead(self) -> None:
+        self._refs = {address: ref for address, ref in self._refs.items() if ref() is not None}
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._refs.get(storage._cdata)
+        return ref is not None and ref() is storage
+
+
 class Movable:
     """Everything else is passed through as it is."""
 
     def __init__(self, accelerator: Accelerator, min_bytes: int = DEFAULT_MIN_BYTES) -> None:
         self._accelerator = accelerator
-        self._min_bytes = min_bytes
-        self._static: set[int] = set()  # storages of parameters and buffers, which outlive every step
-        self._vanishing: dict[int, weakref.ref[Any]] = {}
+        self._min_bytes = max(1, min_bytes)
+        self._static = StorageSet()  # of parameters and buffers, which outlive every step
+        self._vanishing = StorageSet()
 
     def keep_on_device(self, tensors: Iterable[torch.Tensor]) -> None:
         """Parameters, gradients, buffers: known by their storage, whatever view of it is saved. Replaces the last."""
-        self._static = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._static = StorageSet(tensors)
 
     def will_vanish(self, tensor: torch.Tensor) -> None:
         """The owner of this storage empties it and fills it again later (CheckpointWithoutOutput): never touched."""
-        self._vanishing = {address: ref for address, ref in self._vanishing.items() if ref() is not None}
-        storage = tensor.untyped_storage()
-        self._vanishing[storage._cdata] = weakref.ref(storage)
+        self._vanishing.drop_dead()
+        self._vanishing.add(tensor)
 
     def refuses(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is not ours to move."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return True
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return True  # ``set_`` would lose the bit that says so
-        if tensor.is_leaf and tensor.requires_grad:
-            return True  # its gradient accumulator holds it: dropping our reference would free nothing
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.has_names():
+            return True  # ``set_`` would lose what says so
+        for leaf in (tensor, tensor._base):
+            if leaf is not None and leaf.requires_grad and leaf.is_leaf:
+                return True  # its gradient accumulator holds it: dropping our reference would free nothing
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes or storage._cdata in self._static:
-            return True
-        vanishing = self._vanishing.get(storage._cdata)
-        if vanishing is not None and vanishing() is storage:
+        if storage.nbytes() < self._min_bytes or storage in self._static or storage in self._vanishing:
             return True
         return not self._accelerator.owns(tensor)

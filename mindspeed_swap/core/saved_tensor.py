@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_swap.core.accelerator.base import Stream
 from mindspeed_swap.core.host_pool import HostBlock
 from mindspeed_swap.core.trace import Key, Position
 
@@ -45,7 +46,8 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty tensor to point an alias at while its bytes are elsewhere."""
     empty = _NOTHING.get((dtype, device))
     if empty is None:
-        empty = _NOTHING[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # evaluation under pressure: an inference tensor would spoil the alias
+            empty = _NOTHING[dtype, device] = torch.empty(0, dtype=dtype, device=device)
     return empty
 
 
@@ -74,11 +76,14 @@ class SavedTensor:
         "shape",
         "state",
         "storage_ref",
+        "stream",
         "stride",
         "version",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int, stream: Stream
+    ) -> None:
         self.key = key
         self.serial = serial  # order of saving, across steps
         self.nbytes: int = storage.nbytes()
@@ -91,6 +96,7 @@ class SavedTensor:
         self.storage_ref = weakref.ref(storage)
         self.identity = (storage._cdata, self.version)
         self.state = State.DEVICE
+        self.stream = stream  # that the device memory belongs to, see mover.py
         self.handles = 0
         self.block: HostBlock | None = None  # where the host copy is
         self.copied: Any = None  # event: device -> host done
@@ -122,19 +128,24 @@ class SavedTensor:
     def adopt(self, buffer: torch.Tensor) -> None:
         """The bytes are back, in a new storage: from now on that is the truth."""
         storage = buffer.untyped_storage()
-        self.alias.data = torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
-            storage, self.offset, self.shape, self.stride
-        )
+        with torch.inference_mode(False):
+            self.alias.data = torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
+                storage, self.offset, self.shape, self.stride
+            )
         self.storage_ref = weakref.ref(storage)
         self.identity = (storage._cdata, self.version)
 
     def view(self, handle: Handle) -> torch.Tensor:
-        if handle.dtype == self.dtype:
-            return self.alias.as_strided(handle.shape, handle.stride, handle.offset)
-        storage = self.alias.untyped_storage()
-        return torch.empty(0, dtype=handle.dtype, device=self.alias.device).set_(
-            storage, handle.offset, handle.shape, handle.stride
-        )
+        # Detached first: with create_graph an in-place change of what we return has an autograd history of its own,
+        # which must not become the alias's. The version counter is shared all the way.
+        alias = self.alias.detach()
+        if handle.whole:
+            return alias
+        if handle.dtype != self.dtype:
+            # Through bytes: any two types have them in common. What does not fill an element cannot be viewed as one.
+            alias = alias.as_strided((self.nbytes // self.dtype.itemsize,), (1,), 0).view(torch.uint8)
+            alias = alias[: alias.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
+        return alias.as_strided(handle.shape, handle.stride, handle.offset)
 
 
 class Handle:
@@ -144,12 +155,15 @@ class Handle:
     does is to append to a deque that the manager drains at its next event.
     """
 
-    __slots__ = ("_dead", "dtype", "key", "offset", "read", "saved", "shape", "stride")
+    __slots__ = ("_dead", "dtype", "key", "offset", "read", "saved", "shape", "stride", "whole")
 
-    def __init__(self, saved: SavedTensor, tensor: torch.Tensor, key: Key, dead: deque[SavedTensor]) -> None:
+    def __init__(
+        self, saved: SavedTensor, tensor: torch.Tensor, key: Key, dead: deque[SavedTensor], *, whole: bool
+    ) -> None:
         self.saved = saved
         self.key = key  # of this save; the SavedTensor has the key of its first
         self.read = False
+        self.whole = whole  # the very view that the SavedTensor was made from
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.dtype = tensor.dtype
         self._dead = dead
@@ -172,16 +186,15 @@ class Passed:
 
     def get(self) -> torch.Tensor:
         if self.tensor._version != self.version:
-            raise modified_in_place(self.tensor.dtype, self.tensor.shape, self.tensor._version, self.version)
+            raise modified_in_place(self.tensor, None if self.tensor.is_nested else self.tensor.shape, self.version)
         return self.tensor
 
 
-def modified_in_place(dtype: torch.dtype, shape: torch.Size, found: int, expected: int) -> RuntimeError:
+def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: int) -> RuntimeError:
     """PyTorch's own error for a saved tensor that was changed before backward."""
-    kind = torch.empty(0, dtype=dtype).type()
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
-        "detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        f"[{tensor.type()} {list(shape) if shape is not None else 'nested'}] is at version {tensor._version}; expected "
+        f"version {expected} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+        "gradient, with torch.autograd.set_detect_anomaly(True)."
     )

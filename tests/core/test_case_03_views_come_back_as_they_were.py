@@ -3,9 +3,9 @@ import pytest
 import torch
 from swapping import assert_equal_bits, bits, check_swapped, new_manager
 
+from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.trace import FORWARD, Key, Position
-from mindspeed_swap.core.plan import Plan, Swap
 
 VIEWS = {
     "steps": lambda x: x[:, 1:, ::2],

@@ -1,0 +1,209 @@
+"""Mover: the moves of one saved tensor between device and host, and the books about where bytes are.
+
+Each move queues its copy, names the waits that make it safe (waits.py), changes the state and tells the observers. What
+to move, and when, is the manager's business. Everything here but ``load`` is called with the manager's lock held;
+nothing here allocates device memory but ``load``, which does so before it takes the lock.
+
+Note: [Whose stream]
+Device memory belongs to the stream it was allocated for, and is recycled there as soon as it is given up. So a copy is
+waited for on that stream, whichever stream the thread that gives it up is on: under memory pressure that is any.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
+from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
+from mindspeed_swap.core.saved_tensor import SavedTensor, State, flat_bytes
+from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.core.waits import Wait
+
+Observer = Callable[[SavedTensor, "State | None"], None]
+
+
+class Mover:
+    def __init__(
+        self, accelerator: Accelerator, pool: HostPool, lock: threading.RLock, skip_waits: frozenset[Wait]
+    ) -> None:
+        self.accelerator = accelerator
+        self.pool = pool
+        self.stats = StepStats()
+        self.recorder: Recorder | None = None
+        self.bytes_in: dict[State, int] = dict.fromkeys(State, 0)
+        self.observers: list[Observer] = []
+        self.leaving: dict[int, SavedTensor] = {}  # by serial
+        self._lock = lock
+        self._skip_waits = skip_waits
+        self._d2h, self._h2d = accelerator.new_stream(), accelerator.new_stream()
+        self._sole_count = sole_holder_count()
+        # Memory of dead tensors that a copy still uses, and the stream it belongs to.
+        self._lingering: list[tuple[Event, torch.Tensor, Stream]] = []
+
+    # ---- the books
+    def born(self, saved: SavedTensor) -> None:
+        self.bytes_in[saved.state] += saved.nbytes
+        self.stats.saved += 1
+        if self.recorder:
+            self.recorder.saved(saved)
+        self._tell(saved, None)
+
+    def _move(self, saved: SavedTensor, state: State) -> None:
+        old = saved.state
+        saved.move(state)
+        self.bytes_in[old] -= saved.nbytes
+        if state is not State.DEAD:
+            self.bytes_in[state] += saved.nbytes
+        if state is State.LEAVING:
+            self.leaving[saved.serial] = saved
+        elif old is State.LEAVING:
+            del self.leaving[saved.serial]
+        self._tell(saved, old)
+
+    def _tell(self, saved: SavedTensor, old: State | None) -> None:
+        for observer in self.observers:
+            observer(saved, old)
+
+    def _wait(self, wait: Wait, stream: Stream, event: Event) -> None:
+        if wait not in self._skip_waits:
+            self.accelerator.wait(stream, event)
+
+    # ---- out
+    def offload(self, saved: SavedTensor) -> bool:
+        """DEVICE -> LEAVING: queue the copy out. False if it cannot be: the host budget is used up, or the storage's
+        owner has resized it since."""
+        storage = saved.alias.untyped_storage()
+        if storage.nbytes() != saved.nbytes:
+            return False
+        block = self.pool.alloc(saved.nbytes)
+        if block is None:
+            self.stats.host_full += 1
+            return False
+        accelerator = self.accelerator
+        try:
+            for event in block.pending:
+                self._wait(Wait.SLAB_AFTER_COPY, self._d2h, event)
+            self._wait(Wait.OFFLOAD_AFTER_COMPUTE, self._d2h, accelerator.record(saved.stream))
+            accelerator.copy(block.tensor, flat_bytes(storage), self._d2h)
+            saved.copied = accelerator.record(self._d2h)
+        except BaseException:
+            self.pool.free(block, accelerator.record(self._d2h))
+            raise
+        saved.block = block
+        self._move(saved, State.LEAVING)
+        return True
+
+    def release(self, saved: SavedTensor, *, planned: bool) -> int:
+        """LEAVING -> HOST: give the device memory up. Returns the bytes, 0 if it had to stay."""
+        if saved.state is not State.LEAVING or saved.modified:
+            return 0  # changed in place since: nothing may ever read it, so there is nothing to keep on the host
+        self._wait(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied)
+        saved.drop_device()
+        self._move(saved, State.HOST)
+        if self.recorder:
+            self.recorder.left(saved)
+        self.stats.offloaded_bytes += saved.nbytes
+        if planned and saved.held_elsewhere():
+            self.stats.ineffective_bytes += saved.nbytes
+        return saved.nbytes
+
+    def stay(self, saved: SavedTensor) -> None:
+        """LEAVING -> DEVICE: wanted before it was released. The device copy is the truth, the host copy void."""
+        self._free_block(saved, saved.copied)
+        self._move(saved, State.DEVICE)
+
+    def evict(self, saved: SavedTensor) -> int:
+        """Give device memory up now, from whatever state. Returns the bytes, 0 if that would free nothing."""
+        if saved.state is State.RETURNING:  # the host copy is still whole: drop the buffer
+            self._wait(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded)
+            saved.buffer = None
+            self._move(saved, State.HOST)
+            if self.recorder:
+                self.recorder.left(saved)
+            return saved.nbytes
+        if saved.state not in (State.DEVICE, State.LEAVING) or saved.modified:
+            return 0
+        if not is_sole_holder(saved, self._sole_count):
+            return 0
+        if saved.state is State.DEVICE and not self.offload(saved):
+            return 0
+        return self.release(saved, planned=False)
+
+    # ---- back
+    def load(self, saved: SavedTensor) -> None:
+        """HOST -> RETURNING: allocate and queue the copy back. Raises torch.OutOfMemoryError."""
+        accelerator = self.accelerator
+        buffer = accelerator.empty(saved.nbytes)
+        with self._lock:
+            if saved.state is not State.HOST:
+                return  # another thread was faster
+            assert saved.block is not None
+            stream = accelerator.compute_stream()
+            self._wait(Wait.LOAD_AFTER_COMPUTE, self._h2d, accelerator.record(stream))
+            accelerator.copy(buffer, saved.block.tensor, self._h2d)
+            saved.buffer, saved.stream, saved.loaded = buffer, stream, accelerator.record(self._h2d)
+            self._move(saved, State.RETURNING)
+            self.stats.loaded_bytes += saved.nbytes
+            if self.recorder:
+                self.recorder.arrived(saved)
+
+    def finish_load(self, saved: SavedTensor) -> None:
+        """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
+        self._wait(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded)
+        buffer, saved.buffer = saved.buffer, None
+        assert buffer is not None
+        saved.adopt(buffer)
+        self._free_block(saved, saved.loaded)
+        self._move(saved, State.DEVICE)
+
+    def _free_block(self, saved: SavedTensor, after: Event) -> None:
+        block, saved.block = saved.block, None
+        assert block is not None
+        self.pool.free(block, after)
+
+    # ---- the end
+    def bury(self, saved: SavedTensor) -> int:
+        """Its last handle is gone. Returns the bytes of device memory that were let go (not: that a copy holds up)."""
+        freed = self._let_go(saved)
+        if saved.block is not None:
+            self._free_block(saved, saved.loaded if saved.state is State.RETURNING else saved.copied)
+        saved.buffer = None
+        saved.drop_device()
+        if self.recorder:
+            self.recorder.died(saved)
+        self._move(saved, State.DEAD)
+        return freed
+
+    def _let_go(self, saved: SavedTensor) -> int:
+        if saved.state is State.HOST:
+            return 0
+        # In DEVICE too there may be a copy: one out, called off, still reads.
+        event = saved.loaded if saved.state is State.RETURNING else saved.copied
+        if event is None or self.accelerator.done(event):
+            return saved.nbytes
+        if Wait.FREE_AFTER_COPY not in self._skip_waits:
+            memory = saved.alias.detach() if saved.buffer is None else saved.buffer
+            self._lingering.append((event, memory, saved.stream))
+        return 0
+
+    def free_lingering(self, *, wait: bool) -> int:
+        """Free memory of dead tensors that copies are done with. ``wait``: all of it, at the cost of waiting for those
+        that are not. Returns the bytes."""
+        freed, kept = 0, []
+        for event, memory, stream in self._lingering:
+            if wait:
+                self._wait(Wait.FREE_AFTER_COPY, stream, event)
+            elif not self.accelerator.done(event):
+                kept.append((event, memory, stream))
+                continue
+            freed += memory.untyped_storage().nbytes()
+        self._lingering = kept
+        return freed
+
+    def close(self) -> None:
+        self.accelerator.synchronize()
+        with self._lock:
+            self._lingering.clear()
