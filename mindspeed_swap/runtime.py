@@ -48,7 +48,7 @@ class Runtime:
         self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self._in_step = False
+        self.in_step = False
         self._in_optimizer = False
 
     # ---- called by the patches
@@ -64,11 +64,12 @@ class Runtime:
         if order.plan is not None:
             self.pool.reserve(order.plan.swap_bytes)
         self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
-        self._in_step = True
+        self.in_step = True
         try:
             yield
         finally:
-            self._in_step = False
+            self.in_step = False
+        _end_if_terminated()
         stats, trace = self.manager.end_step()
         try:
             changed = self.smart_swap.after_step(stats, trace)
@@ -81,7 +82,8 @@ class Runtime:
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
-        if not self._in_step or not torch.is_grad_enabled():
+        _end_if_terminated()
+        if not self.in_step or not torch.is_grad_enabled():
             return _NOTHING
         chunk = next((i for i, candidate in enumerate(self._models) if candidate is model), 0)
         number = self._microbatches.get(chunk, 0)
@@ -89,10 +91,12 @@ class Runtime:
         return self.manager.forward(number, chunk)
 
     def layer(self, number: int) -> Any:
-        return self.manager.layer(number) if self._in_step else _NOTHING
+        _end_if_terminated()
+        return self.manager.layer(number) if self.in_step else _NOTHING
 
     def enter_optimizer(self) -> None:
-        if self._in_step and not self._in_optimizer:  # chained optimizers step inside one another
+        _end_if_terminated()
+        if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
             self._in_optimizer = True
             self.manager.enter_optimizer()
 
@@ -134,7 +138,7 @@ def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
                 gradient = getattr(parameter, name, None)
                 if isinstance(gradient, torch.Tensor):
                     yield gradient
-        yield from (buffer for buffer in model.buffers() if buffer is not None)
+        yield from (buffer for _, buffer in model.named_buffers())  # DDP has a list in the place of buffers()
 
 
 def _has_state(optimizer: Any) -> bool:
@@ -147,6 +151,7 @@ def _has_state(optimizer: Any) -> bool:
 _options: Options | None = None
 _host_budget_bytes = 0
 _runtime: Runtime | None = None
+_terminated_by = 0  # signal number
 
 
 def started() -> bool:
@@ -179,10 +184,22 @@ def get() -> Runtime:
 
 
 def _on_terminate(number: int, frame: Any) -> None:
-    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first."""
+    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first.
+
+    Raising here would be lost if the signal came during a finaliser or an allocator's callback, so inside a step the
+    next border of the step raises. A second signal has the default action.
+    """
     del frame
-    stop()
-    os.kill(os.getpid(), number)  # the default action is back: the parent sees that a signal ended us
+    global _terminated_by
+    signal.signal(number, signal.SIG_DFL)
+    _terminated_by = number
+    if _runtime is None or not _runtime.in_step:
+        _end_if_terminated()
+
+
+def _end_if_terminated() -> None:
+    if _terminated_by:
+        raise SystemExit(128 + _terminated_by)
 
 
 def stop() -> None:

@@ -1,7 +1,7 @@
 """``--measure-file``: what a run used and what it computed, as JSON, to compare two runs.
 
-Memory is read from torch.cuda, so on the device the run was on. Nothing of a step is kept but numbers, and nothing of it is
-changed; the device is synchronized at both ends of a step.
+Memory is what torch.cuda says. Of a step nothing is kept but numbers, and nothing is changed; the device is
+synchronized at both of its ends.
 """
 from __future__ import annotations
 

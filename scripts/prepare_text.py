@@ -35,7 +35,7 @@ def default_corpus() -> Iterator[bytes]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file, or the folder's files in name order, without hidden ones. Raises InputError if there is no such path."""
+    """The file, or the folder's files in name order without hidden ones. InputError if there is no such path."""
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file())
         return sorted(file for file in inside if not any(p.startswith(".") for p in file.relative_to(path).parts))

@@ -1,6 +1,7 @@
-import mindspeed_swap.megatron_adaptor  # noqa: F401  before anything of Megatron; all else is a plain pretrain script
+import mindspeed_swap.megatron_adaptor  # noqa: F401, I001  before anything of Megatron
 
-"""GPT pretraining with Megatron's own trainer (megatron-core 0.18 and 0.19; TP, SP, PP, VPP, DP, EP)."""
+# GPT pretraining with Megatron's own trainer (megatron-core 0.18 and 0.19; TP, SP, PP, VPP, DP, EP). But for the line
+# above this is a plain pretrain script.
 import inspect
 from collections.abc import Iterator
 from functools import partial
@@ -61,7 +62,7 @@ def model_provider(
 
 
 def get_batch(data: Iterator[dict[str, torch.Tensor]], vp_stage: int | None) -> tuple[torch.Tensor | None, ...]:
-    """The next microbatch on the device; nothing on inner pipeline stages. Each tensor parallel rank reads for itself."""
+    """The next microbatch on the device; nothing on inner pipeline stages. Tensor parallel ranks each read it."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return (None,) * len(BATCH_KEYS)
     batch = next(data)
@@ -112,14 +113,14 @@ def main() -> None:
     if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.local:
         sdpa_attention.use_sdpa()
     measurement = measure.start(args.measure_file) if args.measure_file else None
-    by_name = dict(
-        train_valid_test_dataset_provider=datasets_provider,
-        model_type=ModelType.encoder_or_decoder,
-        forward_step_func=forward_step,
-        model_provider=model_provider,
-    )
-    first = next(iter(inspect.signature(pretrain).parameters))
-    by_name[first] = pretrain_cfg_container_from_args(args)
+    configuration = next(iter(inspect.signature(pretrain).parameters))
+    by_name = {  # the order differs between versions
+        configuration: pretrain_cfg_container_from_args(args),
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+        "model_provider": model_provider,
+    }
     try:
         pretrain(**by_name)
     except SystemExit as end:  # --exit-interval and its like

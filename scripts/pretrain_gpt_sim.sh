@@ -25,24 +25,35 @@ if [ -z "$data" ]; then
 fi
 if [ "$data" = mock ]; then data_args=(--mock-data); else data_args=(--data-path "$data"); fi
 
-if [ "$nproc" -eq 1 ]; then
-  # torchrun would cost two seconds and a process: one rank only needs to know that it is alone. Port 0: any free one.
-  export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=${MASTER_PORT:-0}
-  launch=("$python")
-else
-  launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc")
-fi
-
 # Transformer Engine's and apex's kernels are not there: local layers, and none of the fusions that need them.
-exec "${launch[@]}" "$here/pretrain_gpt.py" \
-  --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion \
-  --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion \
-  --num-layers "${LAYERS:-14}" --hidden-size "${HIDDEN:-256}" --ffn-hidden-size "${FFN:-$((${HIDDEN:-256} * 2))}" \
-  --num-attention-heads "${HEADS:-4}" --seq-length "${SEQ:-1024}" --max-position-embeddings "${SEQ:-1024}" \
-  --tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}" \
-  --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear \
-  --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer \
-  --micro-batch-size "${MBS:-4}" --global-batch-size "${GBS:-8}" --train-iters "$iters" \
-  --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0 \
-  --log-interval 1 --eval-interval 1000000 --eval-iters 0 --split 100,0,0 --num-workers 0 --seed "${SEED:-1234}" \
-  --tokenizer-type NullTokenizer --vocab-size 256 "${data_args[@]}" "$@"
+command=("$python" "$here/pretrain_gpt.py"
+  --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
+  --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+  --num-layers "${LAYERS:-14}" --hidden-size "${HIDDEN:-128}" --ffn-hidden-size "${FFN:-$((${HIDDEN:-128} * 2))}"
+  --num-attention-heads "${HEADS:-2}" --seq-length "${SEQ:-256}" --max-position-embeddings "${SEQ:-256}"
+  --tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}"
+  --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+  --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
+  --micro-batch-size "${MBS:-16}" --global-batch-size "${GBS:-16}" --train-iters "$iters"
+  --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
+  --log-interval 1 --eval-interval 1000000 --eval-iters 0 --split 100,0,0 --num-workers 0 --seed "${SEED:-1234}"
+  --tokenizer-type NullTokenizer --vocab-size 256 "${data_args[@]}" "$@")
+
+# Ranks are started here and not by torchrun, which costs a process and seconds, and a page of text when a rank fails.
+export WORLD_SIZE=$nproc LOCAL_WORLD_SIZE=$nproc MASTER_ADDR=127.0.0.1
+if [ "$nproc" -eq 1 ]; then
+  export RANK=0 LOCAL_RANK=0 MASTER_PORT=${MASTER_PORT:-0}  # 0: any free one, nobody else has to know it
+  exec "${command[@]}"
+fi
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+export MASTER_PORT=${MASTER_PORT:-$("$python" -c "$free_port")}
+ranks=()
+trap 'kill "${ranks[@]}" 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
+for ((rank = 0; rank < nproc; rank++)); do
+  RANK=$rank LOCAL_RANK=$rank "${command[@]}" &
+  ranks+=($!)
+done
+for _ in "${ranks[@]}"; do
+  wait -n || exit $?  # the first failure ends all: see the trap
+done

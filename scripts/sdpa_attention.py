@@ -57,7 +57,7 @@ class SDPACoreAttention(MegatronModule):
         """[sequence, batch, heads, channels] each -> [sequence, batch, heads * channels]."""
         mask_type = attn_mask_type or self.attn_mask_type
         if packed_seq_params is not None or mask_type not in (AttnMaskType.causal, AttnMaskType.no_mask):
-            raise NotImplementedError(f"SDPA core attention: causal or no mask only, not {mask_type} or packed sequences")
+            raise NotImplementedError(f"SDPA core attention: no packed sequences, and no mask but causal: {mask_type}")
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         # Heads are split over the tensor parallel ranks: each draws its own dropout, as in DotProductAttention.

@@ -25,8 +25,8 @@ def redirect_cuda() -> None:
         return
     if any(name.partition(".")[0] == "megatron" for name in sys.modules):
         raise SettingError(
-            "the simulated device came too late: `import mindspeed_swap.megatron_adaptor` must be the first line of the "
-            "script, before anything imports megatron"
+            "import mindspeed_swap.megatron_adaptor must be the first line of the script: the simulated device has to "
+            "be there before Megatron is imported"
         )
     # Megatron's jit_fuser is torch.compile: tens of seconds of C++ compilation for a CPU, and it would trace patched
     # names. Megatron's argument check wants one connection for tensor parallel; its FSDP refuses the variable.

@@ -20,11 +20,30 @@ CAPABILITY = (8, 0)  # the oldest that has bfloat16: no newer fast path of a lib
 
 # torch.cuda functions that have nothing to do here.
 _NOTHING_TO_DO = (
-    "init _lazy_init empty_cache ipc_collect check_error reset_accumulated_memory_stats reset_accumulated_host_memory_stats "
-    "reset_peak_host_memory_stats set_per_process_memory_fraction set_sync_debug_mode _sleep"
-).split()
-_ALWAYS_ZERO = "utilization memory_usage temperature power_draw clock_rate get_sync_debug_mode".split()
-_POOLS = ("all", "large_pool", "small_pool")
+    "init",
+    "_lazy_init",
+    "empty_cache",
+    "ipc_collect",
+    "check_error",
+    "reset_accumulated_memory_stats",
+    "reset_accumulated_host_memory_stats",
+    "reset_peak_host_memory_stats",
+    "set_per_process_memory_fraction",
+    "set_sync_debug_mode",
+    "_sleep",
+)
+_ALWAYS_ZERO = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate", "get_sync_debug_mode")
+_TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool")
+
+_STATISTICS = ("allocation", "segment", "active", "inactive_split")
+_STATISTICS_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
+_EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
+_STAT_KEYS = _EVENTS + tuple(
+    f"{statistic}.{pool}.{metric}"
+    for statistic in _STATISTICS + _STATISTICS_BYTES
+    for pool in ("all", "large_pool", "small_pool")
+    for metric in ("current", "peak", "allocated", "freed")
+)
 
 
 def redirect() -> None:
@@ -144,18 +163,8 @@ def _memory_stats(device: Any = None) -> OrderedDict[str, int]:
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
         for pool in ("all", "large_pool"):
             stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = now, peak
-    stats["num_ooms"] = sim_device.stats().get("ooms", 0)
+    stats["num_ooms"] = sim_device.stats()["ooms"]
     return OrderedDict(sorted(stats.items()))
-
-
-_STAT_KEYS = tuple(
-    f"{kind}{unit}.{pool}.{metric}"
-    for kind in ("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes")
-    + ("active_bytes", "inactive_split_bytes", "requested_bytes")
-    for unit in ("",)
-    for pool in _POOLS
-    for metric in ("current", "peak", "allocated", "freed")
-) + ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free", "max_split_size")
 
 
 def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -163,25 +172,25 @@ def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 
 def _redirect_memory() -> None:
-    functions = dict(
-        memory_allocated=_allocated,
-        max_memory_allocated=_max_allocated,
-        memory_reserved=_allocated,
-        max_memory_reserved=_max_allocated,
-        memory_cached=_allocated,
-        max_memory_cached=_max_allocated,
-        device_memory_used=_allocated,
-        reset_peak_memory_stats=_reset_peak,
-        reset_max_memory_allocated=_reset_peak,
-        reset_max_memory_cached=_reset_peak,
-        mem_get_info=_mem_get_info,
-        memory_stats=_memory_stats,
-        memory_summary=_memory_summary,
-        memory_snapshot=lambda *args, **kwargs: [],
-        get_per_process_memory_fraction=_constant(1.0),
-        get_allocator_backend=_constant("native"),
-        host_memory_stats=lambda: OrderedDict(),
-    )
+    functions = {
+        "memory_allocated": _allocated,
+        "max_memory_allocated": _max_allocated,
+        "memory_reserved": _allocated,
+        "max_memory_reserved": _max_allocated,
+        "memory_cached": _allocated,
+        "max_memory_cached": _max_allocated,
+        "device_memory_used": _allocated,
+        "reset_peak_memory_stats": _reset_peak,
+        "reset_max_memory_allocated": _reset_peak,
+        "reset_max_memory_cached": _reset_peak,
+        "mem_get_info": _mem_get_info,
+        "memory_stats": _memory_stats,
+        "memory_summary": _memory_summary,
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "get_per_process_memory_fraction": _constant(1.0),
+        "get_allocator_backend": _constant("native"),
+        "host_memory_stats": lambda: OrderedDict(),
+    }
     for name, function in functions.items():
         for holder in (torch.cuda, torch.cuda.memory):
             setattr(holder, name, function)
@@ -220,17 +229,17 @@ def _redirect_random() -> None:
     def seed() -> None:
         generator.seed()
 
-    functions = dict(
-        get_rng_state=get_rng_state,
-        set_rng_state=set_rng_state,
-        get_rng_state_all=lambda: [get_rng_state()] * current.device_count(),
-        set_rng_state_all=lambda states: set_rng_state(states[current.device_index()]),
-        manual_seed=manual_seed,
-        manual_seed_all=manual_seed,
-        seed=seed,
-        seed_all=seed,
-        initial_seed=generator.initial_seed,
-    )
+    functions = {
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
+        "get_rng_state_all": lambda: [get_rng_state()] * current.device_count(),
+        "set_rng_state_all": lambda states: set_rng_state(states[current.device_index()]),
+        "manual_seed": manual_seed,
+        "manual_seed_all": manual_seed,
+        "seed": seed,
+        "seed_all": seed,
+        "initial_seed": generator.initial_seed,
+    }
     for name, function in functions.items():
         for holder in (torch.cuda, torch.cuda.random):
             setattr(holder, name, function)
@@ -241,13 +250,14 @@ def _redirect_random() -> None:
 # ---------------------------------------------------------------- profilers and old names
 def _redirect_tools() -> None:
     cuda = torch.cuda
-    _set(cuda.nvtx, range_push=_constant(0), range_pop=_constant(0), range_start=_constant(0), range_end=_constant(None))
-    _set(cuda.nvtx, mark=_constant(None), range=lambda *args, **kwargs: contextlib.nullcontext())
+    _set(cuda.nvtx, range_push=_constant(0), range_pop=_constant(0), mark=_constant(None))
+    _set(cuda.nvtx, range_start=_constant(0), range_end=_constant(None))
+    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
     _set(cuda.profiler, start=_constant(None), stop=_constant(None), profile=contextlib.nullcontext)
     runtime = types.SimpleNamespace(cudaProfilerStart=_constant(0), cudaProfilerStop=_constant(0))
     _set(runtime, cudaHostRegister=_constant(0), cudaHostUnregister=_constant(0), cudaMemGetInfo=_mem_get_info)
     cuda.cudart = _constant(runtime)
-    for kind in "Float Half BFloat16 Double Long Int Short Char Byte Bool".split():
+    for kind in _TENSOR_TYPES:
         # As types these answer isinstance() by dtype; as constructors they allocate device memory.
         setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
     torch._C._cuda_attach_out_of_memory_observer = _constant(None)  # type: ignore[attr-defined]
@@ -270,17 +280,17 @@ def _redirect_accelerator() -> None:
         set_stream=streams.set_stream,
         synchronize=lambda device=None: sim_device.synchronize(),
     )
-    memory = dict(
-        empty_cache=_constant(None),
-        memory_stats=_memory_stats,
-        memory_allocated=_allocated,
-        max_memory_allocated=_max_allocated,
-        memory_reserved=_allocated,
-        max_memory_reserved=_max_allocated,
-        reset_accumulated_memory_stats=_constant(None),
-        reset_peak_memory_stats=_reset_peak,
-        get_memory_info=_mem_get_info,
-    )
+    memory = {
+        "empty_cache": _constant(None),
+        "memory_stats": _memory_stats,
+        "memory_allocated": _allocated,
+        "max_memory_allocated": _max_allocated,
+        "memory_reserved": _allocated,
+        "max_memory_reserved": _max_allocated,
+        "reset_accumulated_memory_stats": _constant(None),
+        "reset_peak_memory_stats": _reset_peak,
+        "get_memory_info": _mem_get_info,
+    }
     for name, function in memory.items():
         for holder in (accelerator, getattr(accelerator, "memory", accelerator)):
             setattr(holder, name, function)

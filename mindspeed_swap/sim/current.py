@@ -24,7 +24,7 @@ def device() -> torch.device:
 
 
 def set_device(device: Any) -> None:
-    """torch.cuda.set_device: an index, a string, a torch.device, or anything without an index, which changes nothing."""
+    """torch.cuda.set_device: an index, a string or a torch.device; one without an index changes nothing."""
     global _index, _device
     index = device if isinstance(device, int) else torch.device(device).index
     if index is not None and index >= 0:

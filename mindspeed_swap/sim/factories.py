@@ -91,7 +91,7 @@ def _like(function: Callable) -> Callable:
 
 
 def _from_data(function: Callable) -> Callable:
-    """torch.tensor(data) copies, as_tensor and asarray share where they can. Data that is a tensor decides the device."""
+    """torch.tensor(data) copies, as_tensor and asarray share where they can; a tensor as data decides the device."""
 
     @functools.wraps(function)
     def from_data(data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ Fix = Callable[[types.ModuleType], None]
 def neutralise_compile_helpers(module: types.ModuleType | None = None) -> None:
     """Skip compiling the dataset helpers where they are compiled already. Real GPUs need it as much.
 
-    The wheel of megatron-core ships ``helpers_cpp*.so`` but no Makefile, and ``compile_helpers()`` ends the process when
+    The wheel of megatron-core ships ``helpers_cpp*.so`` but no Makefile, and ``compile_helpers()`` ends the process if
     ``make`` fails. A source checkout, which has the Makefile, keeps Megatron's function.
     """
     module = module or importlib.import_module("megatron.core.datasets.utils")
@@ -36,8 +36,8 @@ def _already_compiled() -> None:
 def allow_sequence_parallel_norm(module: types.ModuleType) -> None:
     """Torch's norms work under sequence parallel once their parameters say so; only apex's and TE's norms do.
 
-    ``sequence_parallel`` on a parameter makes Megatron sum its gradient over the tensor parallel ranks, each of which has
-    seen a part of the sequence.
+    ``sequence_parallel`` on a parameter makes Megatron sum its gradient over the tensor parallel ranks: each has seen a
+    part of the sequence.
     """
     norm = module.WrappedTorchNorm
     original = norm.__new__
@@ -57,7 +57,7 @@ def allow_sequence_parallel_norm(module: types.ModuleType) -> None:
 
 
 def define_fp8_names(module: types.ModuleType) -> None:
-    """``--recompute-modules layernorm`` asks TE whether fp8 is on, by names that do not exist without TE (NameError)."""
+    """``--recompute-modules layernorm`` asks TE whether fp8 is on, by names that are undefined without TE."""
     if hasattr(module, "FP8GlobalStateManager"):
         return
 

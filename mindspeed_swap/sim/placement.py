@@ -1,11 +1,11 @@
 """Which memory a request means. The rules that all redirected calls share.
 
-Every tensor of the simulated machine is a CPU tensor to torch. Whether it is *device* or *host* memory is a property of
-its storage's address, decided when it was allocated: inside ``device.host_memory()`` it is host, else device. So each
-redirected call has to answer one question, "where does the result belong?", and run torch's own function there.
+To torch every tensor of the simulated machine is a CPU tensor. Whether it is *device* or *host* memory goes by its
+storage's address and was decided at its allocation: host inside ``device.host_memory()``, else device. So each redirected
+call has one question to answer, "where does the result belong?", and runs torch's own function there.
 
-Known limit: the result of an arbitrary operation on host tensors (``host + 1``) is allocated by torch itself, outside of
-any redirected call, and counts as device memory.
+Known limits: the result of an arbitrary operation on host tensors (``host + 1``, ``torch.FloatTensor(3)``) is allocated
+by torch outside of any redirected call and counts as device memory. A tensor without bytes counts as on the device.
 """
 from __future__ import annotations
 

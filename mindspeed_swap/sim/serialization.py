@@ -1,4 +1,4 @@
-"""torch.save, torch.load and DataLoader: what comes from disk or from a dataset is host memory unless told otherwise."""
+"""torch.save, torch.load and DataLoader: what comes from disk or a dataset is host memory unless told otherwise."""
 from __future__ import annotations
 
 import functools

@@ -12,9 +12,9 @@ from mindspeed_swap.sim.device import host_memory, is_device
 from mindspeed_swap.sim.placement import CPU, DEVICE, HOST, OTHER, _real_device, place_named, place_of
 
 # Their results stay where the tensor is. Others of this kind do not copy (views), or are left to torch (see placement).
-_FOLLOW = (
-    "clone contiguous float double half bfloat16 cfloat cdouble int long short char byte bool type_as new __deepcopy__"
-).split()
+_FLOATS = ("float", "double", "half", "bfloat16", "cfloat", "cdouble")
+_INTEGERS = ("int", "long", "short", "char", "byte", "bool")
+_FOLLOW = ("clone", "contiguous", "new", "__deepcopy__", *_FLOATS, *_INTEGERS)
 
 _real_to = torch.Tensor.to
 _real_type = torch.Tensor.type
@@ -34,6 +34,7 @@ def redirect() -> None:
     tensor.pin_memory = _pin_memory
     tensor.is_pinned = _is_pinned
     tensor.type = _type
+    tensor.type_as = _type_as
     tensor.get_device = _get_device
     tensor.record_stream = _record_stream
     tensor.device = property(_device)
@@ -64,7 +65,7 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return _to_same_place(self, *args, **kwargs)
     if isinstance(target, torch.Tensor):
         kwargs = {name: value for name, value in kwargs.items() if name != "other"} | {"dtype": target.dtype}
-        kwargs |= zip(("non_blocking", "copy"), args[1:])
+        kwargs |= dict(zip(("non_blocking", "copy"), args[1:], strict=False))
         args = (target.device,)
         target = target.device
     place = place_named(target)
@@ -121,6 +122,10 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **k
         moved = self.cuda() if dtype.startswith("torch.cuda.") else self.cpu()
         return _following(_real_type)(moved, dtype.replace("torch.cuda.", "torch."), non_blocking, **kwargs)
     return _following(_real_type)(self, dtype, non_blocking, **kwargs)
+
+
+def _type_as(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return self.to(other)
 
 
 def _get_device(self: torch.Tensor) -> int:

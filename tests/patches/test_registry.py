@@ -40,7 +40,7 @@ WHEELS = {
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("megatron_like")
-    exec(  # noqa: S102
+    exec(
         "def function(x):\n return x\n"
         "class Class:\n"
         " def method(self):\n  return 'method'\n"
