@@ -7,7 +7,13 @@ from functools import cache
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, DeviceMemory, Event, Interval, Stream
+from mindspeed_swap.core.accelerator.base import (
+    Accelerator,
+    DeviceMemory,
+    Event,
+    Interval,
+    Stream,
+)
 from mindspeed_swap.errors import SettingError
 
 DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"

@@ -9,7 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, DeviceMemory, Event, Interval, Stream
+from mindspeed_swap.core.accelerator.base import (
+    Accelerator,
+    DeviceMemory,
+    Event,
+    Interval,
+    Stream,
+)
 from mindspeed_swap.sim import device
 
 # torch.empty itself may have been redirected, see mindspeed_swap.sim; this is what it was.

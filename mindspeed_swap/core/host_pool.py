@@ -1,0 +1,327 @@
+"""HostPool: page-locked host memory for swapped bytes, under one budget.
+
+Slabs are ours (mmap, touch, register) because a framework's pinned allocator rounds to powers of two and is several
+times slower. Blocks are cut out of slabs by best fit; free neighbours coalesce. A freed region can be handed out again
+at once although a copy may still be reading it: the block then names the events to wait for (``HostBlock.pending``), so
+reuse is ordered on the caller's copy stream and the host never blocks.
+"""
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Accelerator, Event
+from mindspeed_swap.log import say
+from mindspeed_swap.units import MIB, format_bytes
+
+# Copy engines reach full rate on lines of 256-512 bytes, and every view a tensor can want (16-byte vector loads
+# included) stays aligned.
+ALIGNMENT = 512
+# Big enough that registering (a system call and a driver call, tens of microseconds besides its cost per page) does
+# not count, small enough that the last, half-used slab does not either.
+SLAB_BYTES = 64 * MIB
+# A budget must hold several slabs, or one request of an awkward size would take all of it.
+SLABS_PER_BUDGET = 8
+# A request of at least a common slab's 1/8 that finds no room gets a slab of its own size: such requests would leave
+# tails in common slabs that nothing fits into (64 MiB hold one tensor of 40 MiB). For smaller ones tails are small.
+OWN_SLAB_SHARE = 8
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# Slabs of a forked child: never unmapped there, see HostPool.close.
+_forked: list[object] = []
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class _Slab:
+    """One mapping: touched, kept from forked children, registered. ``tensor`` keeps it mapped, so it is unmapped when
+    the last view of it dies and never under a user."""
+
+    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
+        self.nbytes = nbytes
+        # An inference tensor could not be written to outside inference mode.
+        with torch.inference_mode(False):
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+        self.free: dict[int, tuple[int, int]] = {}  # start of a free region -> its end, its serial number
+        self.free_ends: dict[int, int] = {}  # end of a free region -> its start
+        # Freed ranges that copies may still use, (start, end, events), in order, without overlap, only in free regions.
+        self.marks: list[tuple[int, int, tuple[Event, ...]]] = []
+
+        # Fewer pages to fault in and to pin: 3 times faster where huge pages are to be had; harmless where not.
+        self._advise(getattr(mmap, "MADV_HUGEPAGE", 14))
+        # Page-locked pages and copy-on-write do not go together: the copy engine would keep writing to the old page.
+        # Checkpoint writers and data loaders fork; they have no business in here.
+        self._advise(getattr(mmap, "MADV_DONTFORK", 10))
+        # Touching is done by the allocating thread: under the kernel's default policy pages come from the NUMA node of
+        # the core that touches them, and a rank is bound (or at least closest) to the node of its device. ctypes
+        # releases the GIL meanwhile.
+        if not self._advise(_MADV_POPULATE_WRITE):
+            if ctypes.get_errno() == errno.ENOMEM:  # writing to it would end the process
+                raise MemoryError(f"no host memory for {format_bytes(nbytes)}")
+            ctypes.memset(self.address, 0, nbytes)
+        accelerator.register_host(self.address, nbytes)
+
+    def _advise(self, advice: int) -> bool:
+        return bool(_libc.madvise(self.address, self.nbytes, advice) == 0)
+
+
+class HostBlock:
+    """``nbytes`` of registered host memory. ``pending``: the caller's copy stream waits for these events before it
+    writes to the memory."""
+
+    __slots__ = ("_slab", "_start", "_tensor", "nbytes", "pending")
+
+    def __init__(self, slab: _Slab, start: int, nbytes: int, pending: tuple[Event, ...]) -> None:
+        self._slab: _Slab | None = slab
+        self._start = start
+        self._tensor: torch.Tensor | None = slab.tensor[start : start + nbytes]
+        self.nbytes = nbytes
+        self.pending = pending
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Flat uint8 view of exactly ``nbytes``. Raises RuntimeError once the block has been freed."""
+        if self._tensor is None:
+            raise RuntimeError("host block used after it was freed")
+        return self._tensor
+
+
+class HostPool:
+    """Sub-allocates registered slabs up to ``budget_bytes``. Thread-safe. Ends with ``close``.
+
+    Must not be called from finalisers: a garbage collection inside a call would deadlock. (The swap manager's
+    finalisers only append to a queue.)
+    """
+
+    def __init__(self, accelerator: Accelerator, budget_bytes: int) -> None:
+        self._accelerator = accelerator
+        self._budget = max(0, budget_bytes)
+        self._slab_bytes = min(SLAB_BYTES, _round_up(self._budget // SLABS_PER_BUDGET, mmap.PAGESIZE))
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        # Every free region as (bytes, serial, slab, start), sorted: the first one large enough is the best fit, and
+        # among equals the one freed longest ago, whose copies are the most likely to be over.
+        self._regions: list[tuple[int, int, _Slab, int]] = []
+        self._serial = 0
+        self._pinned = self._used = self._peak_used = self._allocations = 0
+        self._pid = os.getpid()
+        self._closed = False
+
+    # ---- figures
+    @property
+    def budget_bytes(self) -> int:
+        """What may be pinned. Falls to what is pinned when the system refuses to give more."""
+        return self._budget
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes asked for by the blocks that are out."""
+        return self._used
+
+    @property
+    def peak_used_bytes(self) -> int:
+        return self._peak_used
+
+    @property
+    def slab_count(self) -> int:
+        return len(self._slabs)
+
+    @property
+    def allocations(self) -> int:
+        """Slabs ever allocated; no longer rising once the pool fits the step."""
+        return self._allocations
+
+    # ---- blocks
+    def alloc(self, nbytes: int) -> HostBlock | None:
+        """A block of ``nbytes``, or None if the budget (or the system) does not allow it. Pins more memory only if no
+        free region fits. Raises ValueError for ``nbytes`` < 1, RuntimeError on a closed pool."""
+        if nbytes < 1:
+            raise ValueError(f"a host block of {nbytes} bytes")
+        size = _round_up(nbytes, ALIGNMENT)
+        with self._lock:
+            self._check_open()
+            at = bisect_left(self._regions, (size,))
+            if at == len(self._regions):
+                if not self._grow(size):
+                    return None
+                at = bisect_left(self._regions, (size,))
+            _, _, slab, start = self._regions[at]
+            end = self._take_region(slab, start)
+            if start + size < end:
+                self._add_region(slab, start + size, end)
+            pending = self._take_marks(slab, start, start + size)
+            block = HostBlock(slab, start, nbytes, pending)
+            self._used += nbytes
+            self._peak_used = max(self._peak_used, self._used)
+            return block
+
+    def free(self, block: HostBlock, after: Event | None = None) -> None:
+        """Give a block back. Its memory may be handed out at once, to be overwritten after ``after`` (None: nothing
+        reads or writes it any more). Raises RuntimeError if it has been freed already."""
+        with self._lock:
+            slab, start = block._slab, block._start
+            if slab is None:
+                raise RuntimeError("host block freed twice")
+            # Its own pending events stay: the caller may never have waited for them.
+            events = block.pending if after is None else (*block.pending, after)
+            block._slab, block._tensor, block.pending = None, None, ()
+            self._used -= block.nbytes
+            if self._closed:
+                return
+            end = start + _round_up(block.nbytes, ALIGNMENT)
+            self._add_mark(slab, start, end, events)
+            if start in slab.free_ends:
+                start = slab.free_ends[start]
+                self._take_region(slab, start)
+            if end in slab.free:
+                end = self._take_region(slab, end)
+            self._add_region(slab, start, end)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Pin up to ``nbytes`` in all, in one go, so that a step that uses no more than that need not pin any.
+        Returns False, having done nothing, if the budget (or the system) does not allow it."""
+        with self._lock:
+            self._check_open()
+            missing = _round_up(max(0, nbytes - self._pinned), mmap.PAGESIZE)
+            if missing == 0:
+                return True
+            return self._pinned + missing <= self._budget and self._add_slab(missing)
+
+    def close(self) -> None:
+        """Unregister all and unmap what is not in use. Blocks that are out keep their memory mapped, no longer
+        page-locked, until they die. Waits for the device first. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            slabs, self._slabs, self._regions, self._pinned = self._slabs, [], [], 0
+            if os.getpid() != self._pid:
+                # In a forked child the memory is not mapped (MADV_DONTFORK) and what the child has since mapped in
+                # its place must not be unmapped; the registration is the parent's.
+                _forked.extend(slabs)
+                return
+            undo: list[Callable[[], None]] = [self._accelerator.synchronize] if slabs else []
+            undo += [functools.partial(self._accelerator.unregister_host, slab.address) for slab in slabs]
+            failure: Exception | None = None
+            for action in undo:
+                try:  # all of them, even if the device has failed
+                    action()
+                except Exception as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+
+    # ---- regions (all below: lock held)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the host pool has been closed")
+
+    def _add_region(self, slab: _Slab, start: int, end: int) -> None:
+        self._serial += 1  # unique: a comparison of regions never reaches the slab
+        slab.free[start] = (end, self._serial)
+        slab.free_ends[end] = start
+        insort(self._regions, (end - start, self._serial, slab, start))
+
+    def _take_region(self, slab: _Slab, start: int) -> int:
+        """Removes the free region and returns its end."""
+        end, serial = slab.free.pop(start)
+        del slab.free_ends[end]
+        del self._regions[bisect_left(self._regions, (end - start, serial))]
+        return end
+
+    # ---- marks: kept apart from regions, so that coalescing never makes a block wait for a neighbour's copy
+    def _undone(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        return tuple(e for e in dict.fromkeys(events) if not self._accelerator.done(e))
+
+    def _add_mark(self, slab: _Slab, start: int, end: int, events: tuple[Event, ...]) -> None:
+        marks = slab.marks
+        at = bisect_left(marks, (start,))
+        for neighbour in (at, at - 1):  # keeps the list from growing with events that have long passed
+            if 0 <= neighbour < len(marks) and not self._undone(marks[neighbour][2]):
+                del marks[neighbour]
+                at -= neighbour < at
+        if events := self._undone(events):
+            marks.insert(at, (start, end, events))
+
+    def _take_marks(self, slab: _Slab, start: int, end: int) -> tuple[Event, ...]:
+        """Removes the marks of a range, cutting those that reach beyond it, and returns their undone events."""
+        marks = slab.marks
+        first = bisect_left(marks, (start,))
+        if first and marks[first - 1][1] > start:
+            first -= 1
+        last = first
+        events: list[Event] = []
+        keep: list[tuple[int, int, tuple[Event, ...]]] = []
+        while last < len(marks) and marks[last][0] < end:
+            mark_start, mark_end, mark_events = marks[last]
+            last += 1
+            if undone := self._undone(mark_events):
+                events += undone
+                if mark_start < start:
+                    keep.append((mark_start, start, undone))
+                if mark_end > end:
+                    keep.append((end, mark_end, undone))
+        marks[first:last] = keep
+        return tuple(dict.fromkeys(events))
+
+    # ---- slabs
+    def _grow(self, size: int) -> bool:
+        """Pin a slab that has room for ``size``. Idle slabs are all smaller than that, or the request had found room:
+        as much of them as the new slab replaces is given back, so that sizes that differ from step to step end in few
+        large slabs instead of more and more."""
+        need = _round_up(size, mmap.PAGESIZE)
+        idle = sorted((s for s in self._slabs if self._idle(s)), key=lambda s: s.nbytes, reverse=True)
+        if self._pinned - sum(s.nbytes for s in idle) + need > self._budget:
+            return False
+        replaced = 0
+        for slab in idle:
+            if replaced + slab.nbytes <= need or self._pinned + need > self._budget:
+                replaced += slab.nbytes
+                self._remove_slab(slab)
+        wanted = need if need * OWN_SLAB_SHARE >= self._slab_bytes else self._slab_bytes
+        return self._add_slab(max(need, min(wanted, (self._budget - self._pinned) & -mmap.PAGESIZE)))
+
+    def _idle(self, slab: _Slab) -> bool:
+        return slab.free.get(0, (0, 0))[0] == slab.nbytes and not any(self._undone(m[2]) for m in slab.marks)
+
+    def _add_slab(self, nbytes: int) -> bool:
+        try:
+            slab = _Slab(nbytes, self._accelerator)
+        except (OSError, MemoryError, RuntimeError) as error:
+            # The system or the driver has less than the budget says. Not asked again: each try costs the touching.
+            self._budget = self._pinned
+            say(
+                f"host memory: could not page-lock another {format_bytes(nbytes)} ({error}); going on with "
+                f"{format_bytes(self._pinned)}. Check `ulimit -l` and the container's memory limit",
+                every_rank=True,
+            )
+            return False
+        self._allocations += 1
+        self._pinned += nbytes
+        self._slabs.append(slab)
+        self._add_region(slab, 0, nbytes)
+        return True
+
+    def _remove_slab(self, slab: _Slab) -> None:
+        self._take_region(slab, 0)
+        self._slabs.remove(slab)
+        self._pinned -= slab.nbytes
+        self._accelerator.unregister_host(slab.address)

@@ -1,0 +1,49 @@
+"""OomGuard: memory pressure -> evict saved tensors -> the allocator tries again.
+
+Where the allocator can call us (``Accelerator.on_pressure``), a failed allocation evicts and is retried inside the
+allocator: nothing is executed twice, in forward, backward and optimizer alike. Where it cannot, nothing is retried
+and nothing fails over: the guard evicts ahead, at each point of the step where the room left is less than the largest
+request seen recently.
+"""
+from __future__ import annotations
+
+from mindspeed_swap.core.accelerator.base import Interval
+from mindspeed_swap.core.swap_manager import SwapManager
+
+# How many points back a request counts as recent. One layer has a few dozen points each way; a request that large
+# comes again in the next layer.
+RECENT_POINTS = 256
+
+
+class OomGuard:
+    """Install once per manager. ``ahead`` says which of the two ways is used."""
+
+    def __init__(self, manager: SwapManager, *, hook: bool = True) -> None:
+        """``hook=False`` forces evicting ahead."""
+        self._manager = manager
+        self._accelerator = manager.accelerator
+        self._recent_bytes = 0
+        self._age = 0
+        self.ahead = not (hook and self._accelerator.on_pressure(self._on_pressure))
+        if self.ahead:
+            manager.on_interval = self._evict_ahead
+
+    def _on_pressure(self, nbytes: int, attempt: int) -> bool:
+        """The allocator is out of memory. True: something was freed, try again."""
+        del attempt  # the allocator bounds them
+        return self._manager.evict(nbytes) > 0
+
+    def _evict_ahead(self, interval: Interval) -> None:
+        self._age += 1
+        if interval.largest_request_bytes >= self._recent_bytes or self._age > RECENT_POINTS:
+            self._recent_bytes, self._age = interval.largest_request_bytes, 0
+        memory = self._accelerator.memory()
+        room = memory.capacity_bytes - memory.allocated_bytes
+        if room < self._recent_bytes:
+            self._manager.evict(self._recent_bytes - room)
+
+    def close(self) -> None:
+        if self.ahead:
+            self._manager.on_interval = None
+        else:
+            self._accelerator.on_pressure(None)

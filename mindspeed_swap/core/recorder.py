@@ -1,0 +1,135 @@
+"""Records one step into a StepTrace while the manager runs it. Costs a few microseconds per event, so it is off once
+a plan is stable."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval
+from mindspeed_swap.core.saved_tensor import SavedTensor, State
+from mindspeed_swap.core.trace import (
+    EXIT,
+    FORWARD,
+    OUTSIDE,
+    Point,
+    Position,
+    SavedRecord,
+    StepTrace,
+)
+
+
+def _use_count(address: int) -> int:
+    return torch._C._storage_Use_Count(address)  # type: ignore[attr-defined, no-any-return]
+
+
+def sole_holder_count() -> int:
+    """What the use count of a storage is when one alias is all that holds it. The figure differs per torch version."""
+    tensor = torch.empty(1)
+    alias = tensor.detach()
+    address = alias.untyped_storage()._cdata
+    del tensor
+    return _use_count(address)
+
+
+def is_sole_holder(saved: SavedTensor, sole_count: int) -> bool:
+    """True if dropping our alias frees the memory (or has freed it)."""
+    if saved.state in (State.DEVICE, State.LEAVING):
+        return _use_count(saved.identity[0]) <= sole_count
+    return not saved.held_elsewhere()
+
+
+class Recorder:
+    """Builds the trace of one step. The manager reports; nothing here changes what it does.
+
+    At each event the manager first reports the dead, then the ``point``, then what happens at that point. So residence
+    only begins at points, and whatever left inside an interval (evicted, dead) is gone from it when it is closed: what
+    is resident when a point closes was resident through the whole interval.
+    """
+
+    def __init__(self, accelerator: Accelerator, trace: StepTrace) -> None:
+        self._accelerator = accelerator
+        self._sole_count = sole_holder_count()
+        self._marks: list[Any] = []
+        self._records: dict[int, SavedRecord] = {}  # by serial
+        self._not_sole: dict[int, SavedTensor] = {}
+        self._resident: dict[int, int] = {}  # serial -> bytes on the device now
+        self._resident_bytes = 0
+        self.trace = trace
+        accelerator.take_interval()
+        self._start = accelerator.record(accelerator.compute_stream())
+
+    @property
+    def _next(self) -> int:
+        return len(self.trace.points)
+
+    def point(self, position: Position, interval: Interval) -> None:
+        """Close the interval that ends here. Call it before the position's own releases and prefetches."""
+        allocated = self._accelerator.memory().allocated_bytes
+        index = self._next
+        for serial, saved in list(self._not_sole.items()):
+            if is_sole_holder(saved, self._sole_count):
+                self._records[serial].sole = index
+                del self._not_sole[serial]
+        self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
+        self.trace.points.append(
+            Point(position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes)
+        )
+        if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
+            self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
+
+    def saved(self, saved: SavedTensor) -> None:
+        """First save, at the point just closed."""
+        index = self._next - 1
+        record = SavedRecord(saved.key, saved.nbytes, index, index, None, None, None, True)
+        self._records[saved.serial] = record
+        self.trace.saved.append(record)
+        self._not_sole[saved.serial] = saved
+        self.arrived(saved)
+
+    def used(self, saved: SavedTensor) -> None:
+        """Saved again, at the point just closed."""
+        record = self._records.get(saved.serial)
+        if record is not None:
+            record.last_use = self._next - 1
+
+    def read(self, saved: SavedTensor) -> None:
+        """Read in backward, at the point just closed."""
+        record = self._records.get(saved.serial)
+        if record is not None and record.first_read is None:
+            record.first_read = self._next - 1
+
+    def left(self, saved: SavedTensor) -> None:
+        """Device memory given up: released at a point, or evicted inside an interval."""
+        self._resident_bytes -= self._resident.pop(saved.serial, 0)
+
+    def arrived(self, saved: SavedTensor) -> None:
+        """Device memory taken at the point just closed."""
+        if saved.serial in self._records and saved.serial not in self._resident:
+            self._resident[saved.serial] = saved.nbytes
+            self._resident_bytes += saved.nbytes
+
+    def died(self, saved: SavedTensor) -> None:
+        """Found dead before the next point is closed."""
+        self.left(saved)
+        self._not_sole.pop(saved.serial, None)
+        record = self._records.pop(saved.serial, None)
+        if record is not None:
+            record.died = self._next
+
+    def finish(self) -> StepTrace:
+        """Waits for the device, fills in the times and says of every record whether it can be moved at all."""
+        trace = self.trace
+        end = self._accelerator.record(self._accelerator.compute_stream())
+        self._accelerator.synchronize(end)
+        for point, mark in zip(trace.points, self._marks, strict=True):
+            point.time_ms = self._accelerator.elapsed_ms(self._start, mark)
+        trace.step_ms = self._accelerator.elapsed_ms(self._start, end)
+        for record in trace.saved:
+            if record.sole is None:
+                record.movable, record.reason = False, "held by others"
+            elif record.first_read is None:
+                record.movable, record.reason = False, "not read in backward"
+            elif record.died is None:
+                record.movable, record.reason = False, "outlives the step"
+        return trace

@@ -1,0 +1,187 @@
+"""SavedTensor: one storage that autograd saved, its views, and where its bytes are.
+
+Note: [The alias keeps the version counter]
+A SavedTensor holds one detached alias of the first tensor saved from the storage, never that tensor itself: a saved
+output held as itself would be a reference cycle through its own graph. The alias shares the original's version counter,
+and keeps sharing it when its data is replaced. So the alias serves three ends: it holds the device memory while it
+should be held; emptied, it still tells whether the original was changed in place (PyTorch's own check is off while
+saved-tensor hooks are active); refilled, views made from it count in-place changes made during backward.
+"""
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.host_pool import HostBlock
+from mindspeed_swap.core.trace import Key, Position
+
+
+class State(Enum):
+    """Where the bytes are. The device copy is the truth in DEVICE, LEAVING; the host copy in HOST, RETURNING."""
+
+    DEVICE = "device"
+    LEAVING = "leaving"  # device memory still held, copy to the host queued
+    HOST = "host"  # device memory given up
+    RETURNING = "returning"  # buffer allocated, copy to the device queued
+    DEAD = "dead"  # no handle left
+
+
+_ALLOWED = {
+    State.DEVICE: {State.LEAVING, State.DEAD},
+    State.LEAVING: {State.HOST, State.DEVICE, State.DEAD},
+    State.HOST: {State.RETURNING, State.DEAD},
+    State.RETURNING: {State.DEVICE, State.HOST, State.DEAD},
+    State.DEAD: set(),
+}
+
+_NOTHING: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor to point an alias at while its bytes are elsewhere."""
+    empty = _NOTHING.get((dtype, device))
+    if empty is None:
+        empty = _NOTHING[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+    return empty
+
+
+def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The whole storage as a flat uint8 tensor: copies move storages, so that strides never matter."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class SavedTensor:
+    """One storage at one version. Every view of it that autograd saves shares this object (and its one copy)."""
+
+    __slots__ = (
+        "alias",
+        "block",
+        "buffer",
+        "copied",
+        "dtype",
+        "handles",
+        "identity",
+        "key",
+        "loaded",
+        "nbytes",
+        "offset",
+        "release",
+        "serial",
+        "shape",
+        "state",
+        "storage_ref",
+        "stride",
+        "version",
+    )  # fmt: skip
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int) -> None:
+        self.key = key
+        self.serial = serial  # order of saving, across steps
+        self.nbytes: int = storage.nbytes()
+        self.version: int = tensor._version
+        self.alias = tensor.detach()
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype
+        # The storage's Python object lives as long as the storage, so a weak reference proves identity even after the
+        # address was reused; addresses alone prove nothing.
+        self.storage_ref = weakref.ref(storage)
+        self.identity = (storage._cdata, self.version)
+        self.state = State.DEVICE
+        self.handles = 0
+        self.block: HostBlock | None = None  # where the host copy is
+        self.copied: Any = None  # event: device -> host done
+        self.buffer: torch.Tensor | None = None  # flat bytes on the device while RETURNING
+        self.loaded: Any = None  # event: host -> device done
+        self.release: Position | None = None  # where the plan gives its device memory up
+
+    def move(self, state: State) -> None:
+        if state not in _ALLOWED[self.state]:
+            raise AssertionError(f"saved tensor {self.key}: {self.state.value} -> {state.value} is not a transition")
+        self.state = state
+
+    @property
+    def modified(self) -> bool:
+        """Changed in place since it was saved."""
+        return self.alias._version != self.version
+
+    def is_of(self, storage: torch.UntypedStorage) -> bool:
+        return self.storage_ref() is storage
+
+    def held_elsewhere(self) -> bool:
+        """After ``drop_device``: somebody else still holds the storage, so no memory was freed."""
+        return self.storage_ref() is not None
+
+    def drop_device(self) -> None:
+        """Give the device memory up: the alias keeps the version counter and nothing else."""
+        self.alias.data = _nothing(self.dtype, self.alias.device)
+
+    def adopt(self, buffer: torch.Tensor) -> None:
+        """The bytes are back, in a new storage: from now on that is the truth."""
+        storage = buffer.untyped_storage()
+        self.alias.data = torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
+        self.storage_ref = weakref.ref(storage)
+        self.identity = (storage._cdata, self.version)
+
+    def view(self, handle: Handle) -> torch.Tensor:
+        if handle.dtype == self.dtype:
+            return self.alias.as_strided(handle.shape, handle.stride, handle.offset)
+        storage = self.alias.untyped_storage()
+        return torch.empty(0, dtype=handle.dtype, device=self.alias.device).set_(
+            storage, handle.offset, handle.shape, handle.stride
+        )
+
+
+class Handle:
+    """What autograd keeps instead of the tensor: the geometry of one view.
+
+    Its end is the end of the save. The finaliser may run anywhere, inside a lock or a garbage collection, so all it
+    does is to append to a deque that the manager drains at its next event.
+    """
+
+    __slots__ = ("_dead", "dtype", "key", "offset", "read", "saved", "shape", "stride")
+
+    def __init__(self, saved: SavedTensor, tensor: torch.Tensor, key: Key, dead: deque[SavedTensor]) -> None:
+        self.saved = saved
+        self.key = key  # of this save; the SavedTensor has the key of its first
+        self.read = False
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self._dead = dead
+
+    def __del__(self) -> None:
+        self._dead.append(self.saved)
+
+
+class Passed:
+    """A tensor that is not ours to move, with the version check that hooks switch off.
+
+    Holds a detached alias (a leaf Parameter itself: some backward functions need its attributes).
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version: int = tensor._version
+        self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+
+    def get(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise modified_in_place(self.tensor.dtype, self.tensor.shape, self.tensor._version, self.version)
+        return self.tensor
+
+
+def modified_in_place(dtype: torch.dtype, shape: torch.Size, found: int, expected: int) -> RuntimeError:
+    """PyTorch's own error for a saved tensor that was changed before backward."""
+    kind = torch.empty(0, dtype=dtype).type()
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

@@ -1,0 +1,71 @@
+"""``import mindspeed_swap.megatron_adaptor`` as the first line of a Megatron script makes our flags work.
+
+Importing wraps the argument parser, nothing else: no build, thread, stream or pinned byte. (Where the user asks for
+the simulated device by MINDSPEED_SWAP_DEVICE=sim, torch.cuda is redirected to it here, before Megatron is imported.)
+The rest is installed when arguments have been parsed and a flag asks for it.
+"""
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.options import Options
+from mindspeed_swap.patches.registry import Installed, check_version
+
+_parser = Installed()
+_step = Installed()
+
+
+def install() -> None:
+    """What importing does. Raises SettingError."""
+    if os.environ.get("MINDSPEED_SWAP_DEVICE") == "sim":
+        from mindspeed_swap import sim
+
+        sim.redirect_cuda()
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is not None and getattr(global_vars, "_GLOBAL_ARGS", None) is not None:
+        raise SettingError(
+            "import mindspeed_swap.megatron_adaptor comes after Megatron has parsed its arguments: "
+            "make it the first line of the training script"
+        )
+    if find_spec("megatron") is None or find_spec("megatron.training") is None:
+        raise SettingError(
+            "megatron.training cannot be imported: install megatron-core (0.17 or newer ships it), or put a Megatron-LM "
+            "checkout on PYTHONPATH"
+        )
+    check_version()
+    from mindspeed_swap.patches import arguments
+
+    _parser.install(arguments.PATCHES)
+
+
+def activate(options: Options) -> None:
+    """Arguments have been parsed and a feature is on: start the runtime and install its patches. Idempotent."""
+    from mindspeed_swap import runtime
+    from mindspeed_swap.patches import (
+        linear,
+        recompute,
+        schedules,
+        training,
+        transformer_layer,
+    )
+
+    if runtime.started():
+        return
+    runtime.start(options)
+    for patches in (training, schedules, transformer_layer, linear, recompute):
+        _step.install(patches.PATCHES)
+
+
+def remove() -> None:
+    """Undo everything but the redirect of the simulated device."""
+    from mindspeed_swap import runtime
+
+    _step.remove()
+    _parser.remove()
+    runtime.stop()
+
+
+install()

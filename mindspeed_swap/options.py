@@ -1,0 +1,35 @@
+"""What the user asked for, taken from Megatron's parsed arguments."""
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    smart_swap: bool
+    host_memory_gib: float | None  # per rank; None: a share of what the node has free
+    report_dir: str | None
+    model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
+
+    @property
+    def any(self) -> bool:
+        """True if a feature is on. A setting without a feature changes nothing."""
+        return self.smart_swap
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> Options:
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, _fingerprint(args))
+
+
+_SHAPES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
+    "global_batch_size", "num_experts", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
+    "data_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "recompute_granularity",
+    "recompute_modules",
+)  # fmt: skip
+
+
+def _fingerprint(args: argparse.Namespace) -> str:
+    return " ".join(f"{name}={getattr(args, name, None)}" for name in _SHAPES)

@@ -1,0 +1,185 @@
+"""The one running instance of a training process: device, host pool, manager, guard and the front end that plans.
+
+Patches call ``get()``; the core never does.
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.accelerator import get_accelerator
+from mindspeed_swap.core.host_budget import host_budget
+from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.core.link import probe_link
+from mindspeed_swap.core.oom_guard import OomGuard
+from mindspeed_swap.core.solve import Infeasible
+from mindspeed_swap.core.swap_manager import SwapManager
+from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.log import rank, say
+from mindspeed_swap.options import Options
+from mindspeed_swap.report.summary import write_summary
+from mindspeed_swap.smart_swap.search import SmartSwap
+
+_NOTHING = nullcontext()
+
+
+class Runtime:
+    """Built when arguments have been parsed; the device and host memory are first touched by the first step."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._accelerator = get_accelerator()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        budget = host_budget(options.host_memory_gib, ranks)
+        say(budget.line)
+        self.pool = HostPool(self._accelerator, budget.per_rank_bytes)
+        self.manager = SwapManager(self._accelerator, self.pool)
+        self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
+        link = probe_link(self._accelerator, self.pool)
+        self._d2h, self._h2d = link.d2h_bytes_per_ms, link.h2d_bytes_per_ms
+        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
+        self._models: list[Any] = []
+        self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
+        self._in_step = False
+        self._in_optimizer = False
+
+    # ---- called by the patches
+    @contextmanager
+    def step(self, models: list[Any], optimizer: Any) -> Iterator[None]:
+        """One training step. What it did decides how the next one runs."""
+        self._models = models
+        self._microbatches.clear()
+        self._in_optimizer = False
+        self.manager.movable.keep_on_device(_static_tensors(models))
+        order = self.smart_swap.next_step()
+        trace = self._new_trace(optimizer) if order.record else None
+        if order.plan is not None:
+            self.pool.reserve(order.plan.swap_bytes)
+        self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+        stats, trace = self.manager.end_step()
+        try:
+            changed = self.smart_swap.after_step(stats, trace)
+        except Infeasible as error:
+            raise SettingError(
+                f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
+            ) from None
+        if changed and self._options.report_dir:
+            self.report()
+
+    def microbatch(self, model: Any) -> Any:
+        """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
+        if not self._in_step or not torch.is_grad_enabled():
+            return _NOTHING
+        chunk = next((i for i, candidate in enumerate(self._models) if candidate is model), 0)
+        number = self._microbatches.get(chunk, 0)
+        self._microbatches[chunk] = number + 1
+        return self.manager.forward(number, chunk)
+
+    def layer(self, number: int) -> Any:
+        return self.manager.layer(number) if self._in_step else _NOTHING
+
+    def enter_optimizer(self) -> None:
+        if self._in_step and not self._in_optimizer:  # chained optimizers step inside one another
+            self._in_optimizer = True
+            self.manager.enter_optimizer()
+
+    def will_vanish(self, tensor: torch.Tensor) -> None:
+        self.manager.movable.will_vanish(tensor)
+
+    # ---- the rest
+    def _new_trace(self, optimizer: Any) -> StepTrace:
+        memory = self._accelerator.memory()
+        return StepTrace(
+            model=self._options.model,
+            capacity_bytes=memory.capacity_bytes,
+            static_bytes=memory.allocated_bytes,
+            d2h_bytes_per_ms=self._d2h,
+            h2d_bytes_per_ms=self._h2d,
+            has_optimizer_state=_has_state(optimizer),
+        )
+
+    def report(self) -> None:
+        assert self._options.report_dir is not None
+        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator)
+
+    def close(self) -> None:
+        """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
+        if self._options.report_dir and self.smart_swap.steps:
+            self.report()
+        self._guard.close()
+        self.manager.close()
+        self.pool.close()
+        self._accelerator.close()
+
+
+def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Parameters, their gradient buffers and the model's buffers: storages that outlive every step."""
+    for model in models:
+        for parameter in model.parameters():
+            yield parameter
+            for name in ("main_grad", "grad"):
+                gradient = getattr(parameter, name, None)
+                if isinstance(gradient, torch.Tensor):
+                    yield gradient
+        yield from (buffer for buffer in model.buffers() if buffer is not None)
+
+
+def _has_state(optimizer: Any) -> bool:
+    """True if every inner optimizer already has its state: later steps use the same memory again."""
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    inner = [getattr(part, "optimizer", None) for part in parts]
+    return all(bool(getattr(each, "state", None)) for each in inner if each is not None)
+
+
+_runtime: Runtime | None = None
+_terminated_before: Any = None
+
+
+def started() -> bool:
+    return _runtime is not None
+
+
+def get() -> Runtime:
+    assert _runtime is not None, "patches are installed only after the runtime was started"
+    return _runtime
+
+
+def start(options: Options) -> None:
+    """Build the runtime and make sure that it is closed however the process ends."""
+    global _runtime, _terminated_before
+    _runtime = Runtime(options)
+    atexit.register(stop)
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # somebody else's handler stays
+        _terminated_before = signal.signal(signal.SIGTERM, _on_terminate)
+
+
+def _on_terminate(number: int, frame: Any) -> None:
+    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first."""
+    del frame
+    stop()
+    os.kill(os.getpid(), number)  # the default action is back: the parent sees that a signal ended us
+
+
+def stop() -> None:
+    global _runtime
+    runtime, _runtime = _runtime, None
+    if runtime is None:
+        return
+    if signal.getsignal(signal.SIGTERM) is _on_terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    atexit.unregister(stop)
+    runtime.close()

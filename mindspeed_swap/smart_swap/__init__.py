@@ -1,0 +1,1 @@
+"""SmartSwap: finds in a few measured steps which saved tensors to swap."""

@@ -1,0 +1,77 @@
+"""Our flags in the parser of any Megatron script, and what happens once they have been parsed."""
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from typing import Any
+
+from mindspeed_swap.patches.registry import Patch
+
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.options import Options
+
+
+def _gib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of GB (1024^3 bytes) above 0, such as 30 or 1.5")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("mindspeed_swap", "memory hierarchy: host memory behind device memory")
+    group.add_argument(
+        "--smart-swap", action="store_true",
+        help="SmartSwap: record a step, survive out of memory meanwhile, plan which saved tensors go to host memory.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-host-memory", type=_gib, default=None, metavar="GB",
+        help="all features: host memory per rank, in GB of 1024^3 bytes (default: a share of what the node has free).",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-report-dir", default=None, metavar="DIR",
+        help="all features: write rank<N>/summary.json there: peaks, floor, tries, counters, host memory.",
+    )  # fmt: skip
+    return parser
+
+
+def check(args: argparse.Namespace) -> None:
+    """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
+    if args.smart_swap and getattr(args, "overlap_moe_expert_parallel_comm", False):
+        raise SettingError(
+            "--smart-swap cannot be used with --overlap-moe-expert-parallel-comm: its schedule does not go through "
+            "forward_step, where saved tensors are seen; remove --overlap-moe-expert-parallel-comm"
+        )
+
+
+def _add_megatron_arguments(original: Any) -> Any:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _validate_args(original: Any) -> Any:
+    @functools.wraps(original)
+    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        result = original(args, *rest, **kwargs)
+        options = Options.from_args(args)
+        if options.any:
+            check(args)
+            from mindspeed_swap import megatron_adaptor
+
+            megatron_adaptor.activate(options)
+        return result
+
+    return validate_args
+
+
+PATCHES: list[Patch] = [
+    ("megatron.training.arguments.add_megatron_arguments", _add_megatron_arguments),
+    ("megatron.training.arguments.validate_args", _validate_args),
+]

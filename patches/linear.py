@@ -1,0 +1,53 @@
+"""Gives the linear layer's backward the Parameter itself.
+
+With saved-tensor hooks active autograd rebuilds every saved tensor, so the weight that backward gets is not the
+Parameter and has no ``main_grad`` and no ``grad_added_to_main_grad``. With gradient accumulation fusion Megatron then
+dies ("param.grad being None is not safe ..."). The Parameter outlives the step anyway, so ctx can keep it.
+"""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mindspeed_swap.patches.registry import Patch
+
+_WEIGHT = "_mindspeed_swap_weight"
+
+
+class _WithWeight:
+    """ctx as backward sees it: everything is passed on, ``saved_tensors`` has the Parameter in place of its double."""
+
+    def __init__(self, ctx: Any) -> None:
+        object.__setattr__(self, "_ctx", ctx)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        saved_input, _, *rest = self._ctx.saved_tensors
+        return (saved_input, getattr(self._ctx, _WEIGHT), *rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_ctx"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._ctx, name, value)
+
+
+def _forward(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(ctx: Any, input: Any, weight: Any, *args: Any) -> Any:
+        setattr(ctx, _WEIGHT, weight)
+        return original(ctx, input, weight, *args)
+
+    return forward
+
+
+def _backward(original: Any) -> Any:
+    @functools.wraps(original)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return original(_WithWeight(ctx), *grads)
+
+    return backward
+
+
+_LINEAR = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"
+PATCHES: list[Patch] = [(f"{_LINEAR}.forward", _forward), (f"{_LINEAR}.backward", _backward)]

@@ -1,0 +1,103 @@
+"""Installs and removes patches of Megatron. A patch is (dotted target, wrapper): the wrapper gets the original and
+returns what takes its place.
+
+A target that is not there is an error that names the Megatron found and the versions supported. Names that other
+modules from-imported earlier are swept too, and ``remove`` undoes exactly what was done.
+"""
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from mindspeed_swap.errors import SettingError
+
+Wrapper = Callable[[Any], Any]
+Patch = tuple[str, Wrapper]
+
+SUPPORTED = "0.12.1 to 0.19"
+_OLDEST, _FIRST_UNKNOWN = (0, 12, 1), (0, 20)
+
+
+def megatron_version() -> str:
+    """Of the wheel, or of a checkout on PYTHONPATH."""
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        from megatron.core import __version__
+
+        return str(__version__)
+
+
+def check_version() -> None:
+    """Raises SettingError if this Megatron is older or newer than the patches were written for."""
+    found = megatron_version()
+    numbers = tuple(int(part) for part in found.split("rc")[0].split(".")[:3] if part.isdigit())
+    if not _OLDEST <= numbers < _FIRST_UNKNOWN:
+        raise SettingError(f"megatron-core {found} is installed; mindspeed_swap supports {SUPPORTED}")
+
+
+def resolve(target: str) -> tuple[Any, str]:
+    """``megatron.core.x.Class.method`` -> (owner, name). Raises SettingError if it is not there."""
+    parts = target.split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(parts[:split]))
+        except ModuleNotFoundError as error:
+            if error.name is not None and target.startswith(error.name):
+                continue  # a class, not a module: look one level up
+            raise
+        try:
+            for name in parts[split:-1]:
+                owner = getattr(owner, name)
+            getattr(owner, parts[-1])
+        except AttributeError:
+            break
+        return owner, parts[-1]
+    raise SettingError(
+        f"patch target {target} does not exist in megatron-core {megatron_version()}; mindspeed_swap supports {SUPPORTED}"
+    )
+
+
+class Installed:
+    """Patches in place. ``remove`` puts everything back."""
+
+    def __init__(self) -> None:
+        self._undo: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, what we put
+
+    def install(self, patches: Iterable[Patch]) -> None:
+        resolved = [(*resolve(target), wrapper) for target, wrapper in patches]  # all or nothing
+        for owner, name, wrapper in resolved:
+            # vars() and not getattr: a staticmethod must go back as the staticmethod object it was
+            before = vars(owner).get(name, getattr(owner, name))
+            original = before.__func__ if isinstance(before, staticmethod) else before
+            after = wrapper(original)
+            put = staticmethod(after) if isinstance(before, staticmethod) else after
+            self._put(owner, name, before, put)
+            if not isinstance(owner, type):
+                for module in _holders(original, owner):
+                    for other in [n for n, value in vars(module).items() if value is original]:
+                        self._put(module, other, original, after)
+
+    def _put(self, owner: Any, name: str, before: Any, after: Any) -> None:
+        setattr(owner, name, after)
+        self._undo.append((owner, name, before, after))
+
+    def remove(self) -> None:
+        """Put back what was there, except where somebody else has patched on top since."""
+        while self._undo:
+            owner, name, before, after = self._undo.pop()
+            if vars(owner).get(name) is after:
+                setattr(owner, name, before)
+
+
+def _holders(original: Any, owner: Any) -> list[Any]:
+    """Modules that from-imported the original earlier."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if module is not None and module is not owner and (name == "__main__" or name.startswith("megatron")):
+            if any(value is original for value in vars(module).values()):
+                found.append(module)
+    return found

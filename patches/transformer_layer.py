@@ -1,0 +1,21 @@
+"""Says which layer is running, so that saved tensors have names that do not depend on what runs around them."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mindspeed_swap.patches.registry import Patch
+
+from mindspeed_swap import runtime
+
+
+def _forward(original: Any) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with runtime.get().layer(self.layer_number):
+            return original(self, *args, **kwargs)
+
+    return forward
+
+
+PATCHES: list[Patch] = [("megatron.core.transformer.transformer_layer.TransformerLayer.forward", _forward)]
