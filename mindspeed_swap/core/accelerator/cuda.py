@@ -120,7 +120,7 @@ class CudaAccelerator(Accelerator):
 
     # ---- order
     def compute_stream(self) -> torch.cuda.Stream:
-        # Always the live one; only the Python object for it is remembered, which is most of what current_stream() costs.
+        # The live one; only the Python object for it is remembered, which is most of what current_stream() costs.
         live = torch._C._cuda_getCurrentStream(self._index)
         stream = self._streams.get(live)
         if stream is None:
