@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator import get_accelerator
+from mindspeed_swap.core.accelerator import device_choice, get_accelerator
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import probe_link
@@ -29,26 +29,26 @@ from mindspeed_swap.report.summary import write_summary
 from mindspeed_swap.smart_swap.search import SmartSwap
 
 _NOTHING = nullcontext()
+# Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
+UNMEASURED_BYTES_PER_MS = 12e6
 
 
 class Runtime:
-    """Built when arguments have been parsed; the device and host memory are first touched by the first step."""
+    """Built by the first call of ``get``: by then Megatron has chosen this rank's device."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
         self._accelerator = get_accelerator()
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        budget = host_budget(options.host_memory_gib, ranks)
-        say(budget.line)
-        self.pool = HostPool(self._accelerator, budget.per_rank_bytes)
+        self.pool = HostPool(self._accelerator, host_budget_bytes)
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
-        self._d2h, self._h2d = link.d2h_bytes_per_ms, link.h2d_bytes_per_ms
+        self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
+        self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
         self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self._in_step = False
+        self.in_step = False
         self._in_optimizer = False
 
     # ---- called by the patches
@@ -64,11 +64,12 @@ class Runtime:
         if order.plan is not None:
             self.pool.reserve(order.plan.swap_bytes)
         self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
-        self._in_step = True
+        self.in_step = True
         try:
             yield
         finally:
-            self._in_step = False
+            self.in_step = False
+        _end_if_terminated()
         stats, trace = self.manager.end_step()
         try:
             changed = self.smart_swap.after_step(stats, trace)
@@ -81,7 +82,8 @@ class Runtime:
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
-        if not self._in_step or not torch.is_grad_enabled():
+        _end_if_terminated()
+        if not self.in_step or not torch.is_grad_enabled():
             return _NOTHING
         chunk = next((i for i, candidate in enumerate(self._models) if candidate is model), 0)
         number = self._microbatches.get(chunk, 0)
@@ -89,10 +91,12 @@ class Runtime:
         return self.manager.forward(number, chunk)
 
     def layer(self, number: int) -> Any:
-        return self.manager.layer(number) if self._in_step else _NOTHING
+        _end_if_terminated()
+        return self.manager.layer(number) if self.in_step else _NOTHING
 
     def enter_optimizer(self) -> None:
-        if self._in_step and not self._in_optimizer:  # chained optimizers step inside one another
+        _end_if_terminated()
+        if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
             self._in_optimizer = True
             self.manager.enter_optimizer()
 
@@ -134,7 +138,7 @@ def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
                 gradient = getattr(parameter, name, None)
                 if isinstance(gradient, torch.Tensor):
                     yield gradient
-        yield from (buffer for buffer in model.buffers() if buffer is not None)
+        yield from (buffer for _, buffer in model.named_buffers())  # DDP has a list in the place of buffers()
 
 
 def _has_state(optimizer: Any) -> bool:
@@ -144,42 +148,66 @@ def _has_state(optimizer: Any) -> bool:
     return all(bool(getattr(each, "state", None)) for each in inner if each is not None)
 
 
+_options: Options | None = None
+_host_budget_bytes = 0
 _runtime: Runtime | None = None
-_terminated_before: Any = None
+_terminated_by = 0  # signal number
 
 
 def started() -> bool:
-    return _runtime is not None
-
-
-def get() -> Runtime:
-    assert _runtime is not None, "patches are installed only after the runtime was started"
-    return _runtime
+    return _options is not None
 
 
 def start(options: Options) -> None:
-    """Build the runtime and make sure that it is closed however the process ends."""
-    global _runtime, _terminated_before
-    _runtime = Runtime(options)
+    """Check what can be checked before anything is allocated, and make sure that all is given back at the end.
+
+    Raises SettingError.
+    """
+    global _options, _host_budget_bytes
+    device_choice()
+    budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    say(budget.line)
+    _options, _host_budget_bytes = options, budget.per_rank_bytes
     atexit.register(stop)
     on_main = threading.current_thread() is threading.main_thread()
     if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # somebody else's handler stays
-        _terminated_before = signal.signal(signal.SIGTERM, _on_terminate)
+        signal.signal(signal.SIGTERM, _on_terminate)
+
+
+def get() -> Runtime:
+    """The runtime; the first call builds it."""
+    global _runtime
+    if _runtime is None:
+        assert _options is not None, "patches are installed only after start()"
+        _runtime = Runtime(_options, _host_budget_bytes)
+    return _runtime
 
 
 def _on_terminate(number: int, frame: Any) -> None:
-    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first."""
+    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first.
+
+    Raising here would be lost if the signal came during a finaliser or an allocator's callback, so inside a step the
+    next border of the step raises. A second signal has the default action.
+    """
     del frame
-    stop()
-    os.kill(os.getpid(), number)  # the default action is back: the parent sees that a signal ended us
+    global _terminated_by
+    signal.signal(number, signal.SIG_DFL)
+    _terminated_by = number
+    if _runtime is None or not _runtime.in_step:
+        _end_if_terminated()
+
+
+def _end_if_terminated() -> None:
+    if _terminated_by:
+        raise SystemExit(128 + _terminated_by)
 
 
 def stop() -> None:
-    global _runtime
-    runtime, _runtime = _runtime, None
-    if runtime is None:
-        return
+    """Give everything back. Idempotent."""
+    global _options, _runtime
+    runtime, _runtime, _options = _runtime, None, None
     if signal.getsignal(signal.SIGTERM) is _on_terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     atexit.unregister(stop)
-    runtime.close()
+    if runtime is not None:
+        runtime.close()

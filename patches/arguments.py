@@ -6,10 +6,9 @@ import functools
 import math
 from typing import Any
 
-from mindspeed_swap.patches.registry import Patch
-
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.options import Options
+from mindspeed_swap.patches.registry import Patch
 
 
 def _gib(text: str) -> float:

@@ -6,9 +6,9 @@ import functools
 from typing import Any
 
 import torch
-from mindspeed_swap.patches.registry import Patch
 
 from mindspeed_swap import runtime
+from mindspeed_swap.patches.registry import Patch
 
 
 def _checkpoint(original: Any) -> Any:

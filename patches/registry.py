@@ -19,6 +19,7 @@ Patch = tuple[str, Wrapper]
 
 SUPPORTED = "0.12.1 to 0.19"
 _OLDEST, _FIRST_UNKNOWN = (0, 12, 1), (0, 20)
+_INHERITED = object()  # the class did not define the name itself
 
 
 def megatron_version() -> str:
@@ -71,15 +72,15 @@ class Installed:
         resolved = [(*resolve(target), wrapper) for target, wrapper in patches]  # all or nothing
         for owner, name, wrapper in resolved:
             # vars() and not getattr: a staticmethod must go back as the staticmethod object it was
-            before = vars(owner).get(name, getattr(owner, name))
-            original = before.__func__ if isinstance(before, staticmethod) else before
+            own = vars(owner).get(name, _INHERITED)
+            found = getattr(owner, name) if own is _INHERITED else own
+            static = isinstance(found, staticmethod)
+            original = found.__func__ if static else found
             after = wrapper(original)
-            put = staticmethod(after) if isinstance(before, staticmethod) else after
-            self._put(owner, name, before, put)
+            self._put(owner, name, own, staticmethod(after) if static else after)
             if not isinstance(owner, type):
-                for module in _holders(original, owner):
-                    for other in [n for n, value in vars(module).items() if value is original]:
-                        self._put(module, other, original, after)
+                for module, alias in _from_imports(original, owner):
+                    self._put(module, alias, original, after)
 
     def _put(self, owner: Any, name: str, before: Any, after: Any) -> None:
         setattr(owner, name, after)
@@ -89,15 +90,20 @@ class Installed:
         """Put back what was there, except where somebody else has patched on top since."""
         while self._undo:
             owner, name, before, after = self._undo.pop()
-            if vars(owner).get(name) is after:
+            if vars(owner).get(name) is not after:
+                continue
+            if before is _INHERITED:
+                delattr(owner, name)
+            else:
                 setattr(owner, name, before)
 
 
-def _holders(original: Any, owner: Any) -> list[Any]:
-    """Modules that from-imported the original earlier."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        if module is not None and module is not owner and (name == "__main__" or name.startswith("megatron")):
-            if any(value is original for value in vars(module).values()):
-                found.append(module)
-    return found
+def _from_imports(original: Any, owner: Any) -> list[tuple[Any, str]]:
+    """(module, name) of every name that other modules from-imported the original under."""
+    return [
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if module is not None and module is not owner and (module_name == "__main__" or module_name.startswith("megatron"))
+        for name, value in list(vars(module).items())
+        if value is original
+    ]

@@ -4,9 +4,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from mindspeed_swap.patches.registry import Patch
-
 from mindspeed_swap import runtime
+from mindspeed_swap.patches.registry import Patch
 
 
 def _forward_step(original: Any) -> Any:

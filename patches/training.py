@@ -5,9 +5,8 @@ import functools
 import inspect
 from typing import Any
 
-from mindspeed_swap.patches.registry import Patch
-
 from mindspeed_swap import runtime
+from mindspeed_swap.patches.registry import Patch
 
 
 def _train_step(original: Any) -> Any:

@@ -262,21 +262,17 @@ class HostPool:
             marks.insert(at, (start, end, events))
 
     def _take_marks(self, slab: _Slab, start: int, end: int) -> tuple[Event, ...]:
-        """Removes the marks of a range, cutting those that reach beyond it, and returns their undone events."""
+        """Removes the marks of a range that begins a free region (so that no mark reaches into it from below), cuts the
+        one that reaches beyond it, and returns their undone events."""
         marks = slab.marks
-        first = bisect_left(marks, (start,))
-        if first and marks[first - 1][1] > start:
-            first -= 1
-        last = first
+        first = last = bisect_left(marks, (start,))
         events: list[Event] = []
         keep: list[tuple[int, int, tuple[Event, ...]]] = []
         while last < len(marks) and marks[last][0] < end:
-            mark_start, mark_end, mark_events = marks[last]
+            _, mark_end, mark_events = marks[last]
             last += 1
             if undone := self._undone(mark_events):
                 events += undone
-                if mark_start < start:
-                    keep.append((mark_start, start, undone))
                 if mark_end > end:
                     keep.append((end, mark_end, undone))
         marks[first:last] = keep

@@ -1,0 +1,3 @@
+from mindspeed_swap.cli import main
+
+raise SystemExit(main())

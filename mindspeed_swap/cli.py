@@ -1,0 +1,65 @@
+"""The console script ``mindspeed-swap`` (also ``python -m mindspeed_swap``). Imports no torch to start."""
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+
+from mindspeed_swap import __version__
+from mindspeed_swap.errors import SettingError
+
+_DISTRIBUTIONS = ("torch", "megatron-core", "torch_npu", "transformer-engine", "numpy")
+_ENVIRONMENT = (
+    "MINDSPEED_SWAP_DEVICE",
+    "MINDSPEED_SWAP_DEVICE_CAPACITY",
+    "MINDSPEED_SWAP_SIM_LINK_GBPS",
+    "MINDSPEED_SWAP_OOM_HOOK",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_NPU_ALLOC_CONF",
+)
+
+
+def versions() -> str:
+    """What a bug report needs, one ``name value`` line each. Imports none of what it names."""
+    lines = {"mindspeed-swap": __version__, "python": f"{platform.python_version()} on {platform.platform()}"}
+    for name in _DISTRIBUTIONS:
+        try:
+            lines[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            lines[name] = "not installed"
+    # NVIDIA's apex is built from source; the "apex" of PyPI is something else, so its version would say nothing.
+    lines["apex (multi_tensor kernels)"] = "present" if find_spec("amp_C") else "not installed"
+    lines |= {name: os.environ.get(name, "not set") for name in _ENVIRONMENT}
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mindspeed-swap", description="A memory hierarchy for Megatron training.")
+    parser.add_argument("--version", action="store_true", help="versions and settings, for a bug report")
+    # A command adds a parser here with set_defaults(run=function of the parsed arguments -> exit code).
+    parser.set_defaults(run=None)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for a wrong setting."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.version:
+        print(versions())
+        return 0
+    run: Callable[[argparse.Namespace], int] | None = args.run
+    if run is None:
+        parser.print_help()
+        return 2
+    try:
+        return run(args)
+    except SettingError as error:
+        print(f"mindspeed-swap: {error}", file=sys.stderr)
+        return 2

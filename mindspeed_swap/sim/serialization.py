@@ -1,0 +1,54 @@
+"""torch.save, torch.load and DataLoader: what comes from disk or a dataset is host memory unless told otherwise."""
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data._utils import fetch as data_fetch
+
+from mindspeed_swap.sim import current
+from mindspeed_swap.sim.device import device_memory, host_memory, is_device
+from mindspeed_swap.sim.placement import DEVICE, place_named
+
+_BEFORE_TORCH = 5  # torch's own CPU handler, which would claim every storage, has priority 10
+
+
+def redirect() -> None:
+    """Register the device as a location of saved storages; patch torch.load and the in-process dataset fetchers."""
+    torch.serialization.register_package(_BEFORE_TORCH, _location_of, _restore)
+    torch.load = torch.serialization.load = _reading(torch.load)
+    for fetcher in (data_fetch._MapDatasetFetcher, data_fetch._IterableDatasetFetcher):
+        # A dataset computes on host tensors, whose results would count as device memory; a forked worker has no device.
+        fetcher.fetch = _reading(fetcher.fetch)  # type: ignore[method-assign]
+
+
+def _reading(function: Any) -> Any:
+    @functools.wraps(function)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        with host_memory():
+            return function(*args, **kwargs)
+
+    return read
+
+
+def _view(storage: Any) -> torch.Tensor:
+    with host_memory():
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _location_of(storage: Any) -> str | None:
+    """What torch.save notes: "cuda:0" for a storage of the device. None leaves it to torch."""
+    if storage.device.type != "cpu" or not storage.nbytes():
+        return None
+    untyped = storage._untyped_storage if isinstance(storage, torch.storage.TypedStorage) else storage
+    return str(current.device()) if is_device(_view(untyped)) else None
+
+
+def _restore(storage: Any, location: str) -> Any:
+    """torch.load has read the bytes into host memory and wants them at the location."""
+    if place_named(location) is not DEVICE or storage.device.type != "cpu":
+        return None
+    with device_memory():
+        copy = torch.UntypedStorage(storage.nbytes())
+        return copy.copy_(storage)

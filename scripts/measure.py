@@ -1,0 +1,167 @@
+"""``--measure-file``: what a run used and what it computed, as JSON, to compare two runs.
+
+Memory is what torch.cuda says. Of a step nothing is kept but numbers, and nothing is changed; the device is
+synchronized at both of its ends.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LOSS = "lm loss"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    group = parser.add_argument_group("measure")
+    group.add_argument(
+        "--measure-file",
+        metavar="FILE",
+        help="write memory, times, losses and hashes of the result there, one JSON per rank ({rank} is replaced)",
+    )
+    return parser
+
+
+class Measurement:
+    """Of one rank. Byte figures are allocated bytes.
+
+    ``static``: at the step's first forward; ``held``: most at the end of a microbatch's forward, less static.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._steps: list[dict[str, Any]] = []
+        self._peak_before_steps = 0
+        self._static: int | None = None
+        self._held: int | None = None
+        self._model: list[torch.nn.Module] = []
+        self._optimizer: Any = None
+
+    # ---- wrappers
+    def setup(self, function: Callable) -> Callable:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self._model, self._optimizer = result[0], result[1]
+            return result
+
+        return setup_model_and_optimizer
+
+    def step(self, function: Callable) -> Callable:
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            self._peak_before_steps = max(self._peak_before_steps, torch.cuda.max_memory_allocated())
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._static = self._held = None
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            self._steps.append(
+                {
+                    "peak_bytes": torch.cuda.max_memory_allocated(),
+                    "static_bytes": self._static,
+                    "held_bytes": self._held,
+                    "seconds": seconds,
+                    "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
+                }
+            )
+            return result
+
+        return train_step
+
+    def forward(self, function: Callable) -> Callable:
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            if self._static is None:
+                self._static = torch.cuda.memory_allocated()
+            result = function(*args, **kwargs)
+            held = torch.cuda.memory_allocated() - self._static
+            self._held = held if self._held is None else max(held, self._held)
+            return result
+
+        return forward_step
+
+    # ---- result
+    def write(self) -> None:
+        """Hash what the run ended with and write the file. Hashing copies to the host, tensor by tensor."""
+        peak = max([self._peak_before_steps, *(step["peak_bytes"] for step in self._steps)])
+        report = {
+            "iterations": len(self._steps),
+            "peak_bytes": peak,
+            "steps": self._steps,
+            "sha256": {
+                "parameters": sha256_of(parameters_of(self._model)),
+                "gradients": sha256_of(gradients_of(self._model)),
+                "optimizer": sha256_of(optimizer_state_of(self._optimizer)),
+            },
+        }
+        path = Path(self.path())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+    def path(self) -> str:
+        rank, world = os.environ.get("RANK", "0"), int(os.environ.get("WORLD_SIZE", "1"))
+        if "{rank}" in self._file:
+            return self._file.replace("{rank}", rank)
+        return f"{self._file}.rank{rank}" if world > 1 else self._file
+
+
+def start(file: str) -> Measurement:
+    """Wrap Megatron's step. Call once, after the arguments have been parsed, before pretrain."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    measurement = Measurement(file)
+    training.setup_model_and_optimizer = measurement.setup(training.setup_model_and_optimizer)
+    training.train_step = measurement.step(training.train_step)
+    schedules.forward_step = measurement.forward(schedules.forward_step)
+    return measurement
+
+
+# ---- what is hashed: (name, value) in an order that does not depend on the run
+Named = Iterator[tuple[str, Any]]
+
+
+def parameters_of(model: list[torch.nn.Module]) -> Named:
+    for index, chunk in enumerate(model):
+        for name, parameter in sorted(chunk.named_parameters()):
+            yield f"{index}.{name}", parameter
+
+
+def gradients_of(model: list[torch.nn.Module]) -> Named:
+    for name, parameter in parameters_of(model):
+        gradient = getattr(parameter, "main_grad", None)
+        yield name, parameter.grad if gradient is None else gradient
+
+
+def optimizer_state_of(optimizer: Any) -> Named:
+    """Parameters of the inner torch optimizers (the fp32 main ones) and their states."""
+    for index, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:  # a rank that has no parameters to update
+            continue
+        for group_index, group in enumerate(inner.param_groups):
+            for parameter_index, parameter in enumerate(group["params"]):
+                name = f"{index}.{group_index}.{parameter_index}"
+                yield name, parameter
+                for key, value in sorted(inner.state.get(parameter, {}).items()):
+                    yield f"{name}.{key}", value
+
+
+def sha256_of(values: Named) -> str:
+    digest = hashlib.sha256()
+    for name, value in values:
+        digest.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8).numpy().data)
+        else:
+            digest.update(repr(value).encode())
+    return digest.hexdigest()

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# A small GPT, trained by real Megatron on the simulated device: no GPU needed. Its activations dominate its memory.
+#
+#   scripts/pretrain_gpt_sim.sh [any Megatron argument]
+#   MINDSPEED_SWAP_DEVICE_CAPACITY=400MiB ITERS=5 scripts/pretrain_gpt_sim.sh
+#
+# From the environment: LAYERS HIDDEN FFN HEADS SEQ MBS GBS ITERS SEED, NPROC (ranks), TP, PP,
+# DATA (a prefix of .bin/.idx, or "mock"; default: English prose that Python ships), PYTHON.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python3}
+nproc=${NPROC:-1}
+iters=${ITERS:-20}
+
+export MINDSPEED_SWAP_DEVICE=sim
+export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore}
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))}
+
+data=${DATA:-}
+if [ -z "$data" ]; then
+  data="${XDG_CACHE_HOME:-$HOME/.cache}/mindspeed_swap/topics"
+  [ -f "$data.idx" ] || "$python" "$here/prepare_text.py" --output "$data"
+fi
+if [ "$data" = mock ]; then data_args=(--mock-data); else data_args=(--data-path "$data"); fi
+
+# Transformer Engine's and apex's kernels are not there: local layers, and none of the fusions that need them.
+command=("$python" "$here/pretrain_gpt.py"
+  --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion
+  --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
+  --num-layers "${LAYERS:-14}" --hidden-size "${HIDDEN:-128}" --ffn-hidden-size "${FFN:-$((${HIDDEN:-128} * 2))}"
+  --num-attention-heads "${HEADS:-2}" --seq-length "${SEQ:-256}" --max-position-embeddings "${SEQ:-256}"
+  --tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}"
+  --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+  --attention-dropout 0 --hidden-dropout 0 --bf16 --use-distributed-optimizer
+  --micro-batch-size "${MBS:-16}" --global-batch-size "${GBS:-16}" --train-iters "$iters"
+  --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
+  --log-interval 1 --eval-interval 1000000 --eval-iters 0 --split 100,0,0 --num-workers 0 --seed "${SEED:-1234}"
+  --tokenizer-type NullTokenizer --vocab-size 256 "${data_args[@]}" "$@")
+
+# Ranks are started here and not by torchrun, which costs a process and seconds, and a page of text when a rank fails.
+export WORLD_SIZE=$nproc LOCAL_WORLD_SIZE=$nproc MASTER_ADDR=127.0.0.1
+if [ "$nproc" -eq 1 ]; then
+  export RANK=0 LOCAL_RANK=0 MASTER_PORT=${MASTER_PORT:-0}  # 0: any free one, nobody else has to know it
+  exec "${command[@]}"
+fi
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+export MASTER_PORT=${MASTER_PORT:-$("$python" -c "$free_port")}
+ranks=()
+trap 'kill "${ranks[@]}" 2>/dev/null || true' EXIT
+trap 'exit 130' INT TERM
+for ((rank = 0; rank < nproc; rank++)); do
+  RANK=$rank LOCAL_RANK=$rank "${command[@]}" &
+  ranks+=($!)
+done
+for _ in "${ranks[@]}"; do
+  wait -n || exit $?  # the first failure ends all: see the trap
+done

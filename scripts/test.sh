@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The test suite: scripts/test.sh [--full] [arguments of pytest]. --full runs the whole matrix of layouts.
+set -u -o pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$ROOT" || exit 1
+[ -z "$GPU_NAME" ] || echo "tests/gpu runs on it, all other tests on the simulated device"
+# Several ranks of a test share the cores: OpenMP threads of one would spin on the cores of the others. (torchrun
+# does the same.)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+"$PYTHON" -m pytest "$@"
+code=$?
+if [ "$code" = 5 ]; then # pytest's code for an empty selection
+    echo "No test was selected: nothing failed, nothing was shown."
+    exit 0
+fi
+exit "$code"

@@ -1,0 +1,184 @@
+"""What the one import line does, and what it does not. Each in a fresh interpreter."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+
+def run(code: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("MINDSPEED_SWAP")}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        env={**clean, "PYTHONWARNINGS": "ignore", **env}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def check(code: str, *argv: str, **env: str) -> str:
+    done = run(code, *argv, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+SNAPSHOT = """
+    import sys, threading, torch
+    import megatron.training.training, megatron.training.initialize, megatron.core.pipeline_parallel.schedules
+
+    def snapshot():
+        seen = {}
+        for module_name, module in list(sys.modules.items()):
+            if module_name.startswith("megatron"):
+                for name, value in list(vars(module).items()):
+                    seen[module_name, name] = value
+                    if isinstance(value, type) and value.__module__ == module_name:
+                        seen.update({(module_name, name, k): v for k, v in list(vars(value).items())})
+        return seen
+"""
+
+
+def test_importing_wraps_the_argument_parser_and_nothing_else():
+    out = check(
+        SNAPSHOT
+        + """
+    before = snapshot()
+    import mindspeed_swap.megatron_adaptor
+    after = snapshot()
+    print(sorted({key[-1] for key in before if after[key] is not before[key]}))
+    print(threading.active_count(), torch.cuda.is_initialized())
+    print([m for m in sys.modules if m in ("torch.utils.cpp_extension", "mindspeed_swap.core.swap_manager",
+                                            "mindspeed_swap.sim.device", "mindspeed_swap.runtime")])
+    """
+    )
+    assert out.splitlines() == ["['add_megatron_arguments', 'validate_args']", "1 False", "[]"]
+
+
+def test_case_26_torch_tensor_is_untouched():
+    check(
+        """
+        import torch
+        names = [n for n in dir(torch.Tensor)]
+        before = {n: getattr(torch.Tensor, n) for n in names}, {n: getattr(torch, n) for n in dir(torch)}
+        import mindspeed_swap.megatron_adaptor as adaptor
+        from mindspeed_swap.options import Options
+        adaptor.activate(Options(True, None, None, "m"))
+        assert all(getattr(torch.Tensor, n) is v or getattr(torch.Tensor, n) == v for n, v in before[0].items())
+        assert [n for n in dir(torch.Tensor) if n not in before[0]] == []
+        assert all(getattr(torch, n) is v for n, v in before[1].items())
+        x = torch.zeros(3)
+        assert x.copy_(torch.ones(3)) is x
+        """
+    )
+
+
+def test_flags_appear_in_the_help_of_any_megatron_script():
+    out = check(
+        """
+        import mindspeed_swap.megatron_adaptor
+        from megatron.training.arguments import parse_args
+        parse_args()
+        """,
+        "--help",
+    )
+    section = out[out.index("mindspeed_swap:") :]
+    for flag in ("--smart-swap", "--swap-host-memory GB", "--swap-report-dir DIR"):
+        assert flag in section
+
+
+def test_activating_installs_the_rest_and_remove_undoes_all():
+    out = check(
+        SNAPSHOT
+        + """
+    before = snapshot()
+    import mindspeed_swap.megatron_adaptor as adaptor
+    from mindspeed_swap.options import Options
+    adaptor.activate(Options(True, None, None, "m"))
+    adaptor.activate(Options(True, None, None, "m"))
+    during = snapshot()
+    print(sorted({key[-1] for key in before if during[key] is not before[key]}))
+    adaptor.remove()
+    after = snapshot()
+    print([key for key in before if after[key] is not before[key]], threading.active_count())
+    """
+    )
+    lines = out.splitlines()
+    assert lines[0].startswith("[mindspeed_swap] host memory: 1 rank x ")
+    assert lines[1] == str(
+        sorted(["add_megatron_arguments", "backward", "checkpoint", "forward", "forward_step", "step", "train_step", "validate_args"])
+    )
+    assert lines[2] == "[] 1"
+
+
+def test_arguments_parsed_before_the_adaptor_is_an_error():
+    done = run(
+        """
+        import megatron.training.global_vars as g
+        g._GLOBAL_ARGS = object()
+        import mindspeed_swap.megatron_adaptor
+        """
+    )
+    assert done.returncode != 0
+    assert "make it the first line of the training script" in done.stderr.splitlines()[-1]
+
+
+def test_megatron_imported_before_the_simulated_device_is_an_error():
+    done = run(
+        """
+        import megatron.core
+        import mindspeed_swap.megatron_adaptor
+        """,
+        MINDSPEED_SWAP_DEVICE="sim",
+    )
+    assert done.returncode != 0
+    assert "SettingError" in done.stderr.splitlines()[-1]
+    assert "first line" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--swap-host-memory", "much"], "argument --swap-host-memory: 'much': expected a number of GB"),
+        (["--swap-host-memory", "-1"], "argument --swap-host-memory: '-1': expected a number of GB"),
+        (["--swap-host-memory", "nan"], "argument --swap-host-memory: 'nan': expected a number of GB"),
+    ],
+)
+def test_a_bad_value_names_the_flag(argv, message):
+    done = run(
+        """
+        import mindspeed_swap.megatron_adaptor
+        from megatron.training.arguments import parse_args
+        parse_args()
+        """,
+        "--smart-swap", *argv,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_more_host_memory_than_the_node_has_is_an_error_before_anything_is_allocated():
+    done = run(
+        """
+        import mindspeed_swap.megatron_adaptor as adaptor
+        from mindspeed_swap.options import Options
+        adaptor.activate(Options(True, 1e9, None, "m"))
+        """
+    )
+    assert done.returncode != 0
+    assert "--swap-host-memory" in done.stderr.splitlines()[-1]
+
+
+def test_a_device_that_does_not_exist_is_an_error():
+    done = run(
+        """
+        import mindspeed_swap.megatron_adaptor as adaptor
+        from mindspeed_swap.options import Options
+        adaptor.activate(Options(True, None, None, "m"))
+        """,
+        MINDSPEED_SWAP_DEVICE="tpu",
+    )
+    assert done.returncode != 0
+    assert "MINDSPEED_SWAP_DEVICE='tpu': expected one of auto, cuda, npu, sim" in done.stderr.splitlines()[-1]
