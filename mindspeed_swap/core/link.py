@@ -5,6 +5,7 @@ bytes per millisecond (1 GB/s = 10^6 bytes per millisecond).
 """
 from __future__ import annotations
 
+import importlib
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def pcie_link_bytes_per_ms(device_uuid: str) -> float | None:
     None without nvidia-ml-py or where NVML does not say. The *maximum* generation: an idle link runs at a lower one.
     """
     try:
-        import pynvml
+        pynvml = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:
