@@ -18,6 +18,10 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
+# What is there before the tests begin stays: collecting garbage is then quick, and these tests do it often.
+gc.collect()
+gc.freeze()
+
 MIN_BYTES = 1024  # small tensors are moved too: tests stay quick
 MODEL = "test"
 
