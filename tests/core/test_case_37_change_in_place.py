@@ -1,4 +1,5 @@
 """A saved tensor that is changed in place before backward: PyTorch's error, with hooks as without, swapped or not."""
+import functools
 import re
 
 import pytest
@@ -53,12 +54,12 @@ def run(body, manager, plan=None, between=lambda: None):
 def test_case_37_same_error(sim, name):
     leaf = torch.randn(SIZE, SIZE, requires_grad=True)
     body = build(leaf, CHANGES[name])
-    plain = message(capture(lambda: run_step(body, [leaf])))
+    plain = message(capture(run_step, body, [leaf]))
     assert plain.startswith(PREFIX)
     for min_bytes in (1024, 1 << 30):  # ours to move, and passed through
         manager = new_manager(sim, min_bytes=min_bytes)
-        assert message(capture(lambda: run(body, manager))) == plain
-        assert message(capture(lambda: run(body, manager, None, lambda: manager.evict(1 << 40)))) == plain
+        assert message(capture(run, body, manager)) == plain
+        assert message(capture(run, body, manager, None, functools.partial(manager.evict, 1 << 40))) == plain
 
     # Swapped, while the user goes on holding the tensor, and changes it before or after the device memory was released.
     manager = new_manager(sim)
@@ -104,7 +105,7 @@ def test_case_37_small_tensors_outputs_and_parameters(sim, min_bytes):
     for function in (torch.exp, torch.sin, lambda x: x * weight):  # saves its output, its input, a parameter
         for target in ("input", "output", "parameter"):
 
-            def body(layer):
+            def body(layer, function=function, target=target):
                 x = weight * 2.0
                 out = function(x)
                 loss = out.sum()
@@ -112,8 +113,8 @@ def test_case_37_small_tensors_outputs_and_parameters(sim, min_bytes):
                     {"input": x, "output": out, "parameter": weight}[target].add_(1.0)
                 return loss
 
-            plain = capture(lambda: run_step(body, [weight]))
-            found = capture(lambda: run_step(body, [weight], new_manager(sim, min_bytes=min_bytes)))
+            plain = capture(run_step, body, [weight])
+            found = capture(run_step, body, [weight], new_manager(sim, min_bytes=min_bytes))
             assert type(found) is type(plain)
             if plain is not None:
                 # a parameter's version goes on counting from run to run
@@ -148,13 +149,13 @@ def test_case_37_other_types_and_layouts(sim):
     for name, make in makers.items():
         for manager in (None, new_manager(sim)):
 
-            def body(layer):
+            def body(layer, make=make):
                 other = make()
                 loss = Saves.apply(leaf, other).sum()
                 other.mul_(2)
                 return loss
 
-            error = capture(lambda: run_step(body, [leaf], manager))
+            error = capture(run_step, body, [leaf], manager)
             assert type(error) is RuntimeError, (name, manager, error)
             assert str(error).startswith(PREFIX), (name, manager, error)
 
