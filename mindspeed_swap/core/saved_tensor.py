@@ -196,5 +196,5 @@ def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: 
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape) if shape is not None else 'nested'}] is at version {tensor._version}; expected "
         f"version {expected} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
-        "gradient, with torch.autograd.set_detect_anomaly(True)."
+        "gradient, with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )

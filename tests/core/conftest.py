@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from swapping import close_pools
 
 from mindspeed_swap.core.accelerator.sim import SimAccelerator
 from mindspeed_swap.sim import device
@@ -26,6 +27,7 @@ def sim() -> Iterator[SimAccelerator]:
 @pytest.fixture(autouse=True)
 def _fresh_sim() -> Iterator[None]:
     yield
+    close_pools()
     if device.installed():
         device.extension().set_pressure_handler(None)
         device.extension().shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,10 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
+# What is there before the tests begin stays: collecting garbage is then quick, and these tests do it often.
+gc.collect()
+gc.freeze()
+
 MIN_BYTES = 1024  # small tensors are moved too: tests stay quick
 MODEL = "test"
 
@@ -28,7 +32,18 @@ Body = Callable[[Layer], torch.Tensor]  # the forward of one microbatch; its lay
 def new_manager(
     accelerator, *, host_bytes: int = 64 << 20, min_bytes: int = MIN_BYTES, skip_waits: frozenset[Wait] = frozenset()
 ) -> SwapManager:
-    return SwapManager(accelerator, HostPool(accelerator, host_bytes), min_bytes=min_bytes, skip_waits=skip_waits)
+    pool = HostPool(accelerator, host_bytes)
+    _pools.append(pool)
+    return SwapManager(accelerator, pool, min_bytes=min_bytes, skip_waits=skip_waits)
+
+
+_pools: list[HostPool] = []
+
+
+def close_pools() -> None:
+    """After each test, by conftest: memory that is unmapped while it is registered would be written to by late copies."""
+    while _pools:
+        _pools.pop().close()
 
 
 def new_trace() -> StepTrace:
@@ -209,11 +224,10 @@ def blocks(count: int, width: int = 64, tokens: int = 64, *, seed: int = 0) -> t
     return body, [weight for pair in weights for weight in pair]
 
 
-def capture(function: Callable[[], object]) -> BaseException | None:
+def capture(function: Callable[..., object], *arguments: object) -> BaseException | None:
     """The exception it ends with."""
-    with ExitStack():
-        try:
-            function()
-        except Exception as error:
-            return error
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
     return None
