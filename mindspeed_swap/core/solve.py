@@ -17,7 +17,7 @@ compute instead of a lane. ``choose`` then weighs the two prices where it now ta
 """
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -26,7 +26,7 @@ from mindspeed_swap.core.plan import Plan, Prediction, Swap
 from mindspeed_swap.core.simulate import NEGLIGIBLE_MS, Placed, memory_curve, phase_peaks, plain_step_ms, run_lanes
 from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
-from mindspeed_swap.core.windows import View, Window, is_candidate, windows
+from mindspeed_swap.core.windows import RangeMin, View, Window, is_candidate, windows
 from mindspeed_swap.units import format_bytes
 
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
@@ -35,6 +35,8 @@ PREFETCH_HEADROOM = 0.2
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) whatever the trace.
 # Small traces, which are the irregular ones, get a local search out of it.
 SEARCH_WORK = 100_000
+# Tensors looked at for dropping, per target: each costs a pass over its window.
+PRUNE_LIMIT = 200
 # Targets tried per answer. Each halves the step of the tree: 2^-10 of what swap can move is 15 MB of 15 GB, 0.3 ms.
 TREE_DEPTH = 10
 
@@ -82,7 +84,9 @@ class _Solver:
         self.trace = trace
         self.keep = memory_curve(trace, ())
         self.jobs: list[Window] = windows(trace)
-        self.least = self._curve([(job.release, job.prefetch) for job in self.jobs], range(len(self.jobs)))
+        order = sorted(self.jobs, key=lambda job: (job.prefetch, job.read, job.record))
+        self.farthest = [Placed(job.record, job.release, job.prefetch) for job in order]
+        self.least = self.curve(self.farthest)
 
     def solve(self, budget: int) -> Plan:
         trace = self.trace
@@ -103,12 +107,14 @@ class _Solver:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _curve(self, spans: Sequence[tuple[int, int]], which: Sequence[int]) -> list[int]:
-        """Peak bytes by interval when ``which[k]`` is released and prefetched at ``spans[k]``."""
+    def curve(self, placed: Iterable[Placed]) -> list[int]:
+        """``memory_curve``, quicker, for legal swaps."""
         delta = [0] * (len(self.keep) + 1)
-        for j, (release, prefetch) in zip(which, spans, strict=True):
-            delta[release + 1] -= self.jobs[j].nbytes
-            delta[prefetch + 1] += self.jobs[j].nbytes
+        saved = self.trace.saved
+        for number, release, prefetch in placed:
+            nbytes = saved[number].nbytes
+            delta[release + 1] -= nbytes
+            delta[prefetch + 1] += nbytes
         return [held + change for held, change in zip(self.keep, accumulate(delta), strict=False)]
 
     def floor(self) -> Floor:
@@ -173,14 +179,15 @@ class _Solver:
 
     def _measured(self, target: int) -> tuple[int, list[Placed]]:
         placed = self.attempt(target)
-        return max(memory_curve(self.trace, placed)), placed
+        return max(self.curve(placed)), placed
 
     def attempt(self, target: int) -> list[Placed]:
         """A plan whose peak is at most ``target``, which must be reachable: the first without a wait, else the best
         that a bounded amount of work finds."""
         search = _Search(self, target)
         tries = max(1, SEARCH_WORK // (len(self.keep) + 2 * len(self.jobs)))
-        for chosen in islice(self._choices(target), tries):
+        search.compares = tries > 1
+        for chosen in islice(self._choices(target, first_margin=0 if tries > 1 else 1), tries):
             search.look(chosen)
             tries -= 1
             if search.stall <= NEGLIGIBLE_MS:
@@ -190,11 +197,11 @@ class _Solver:
         search.prune()
         return search.placed
 
-    def _choices(self, target: int) -> Iterator[list[bool]]:
+    def _choices(self, target: int, first_margin: int) -> Iterator[list[bool]]:
         """Ways to choose, most promising first. A copy under way frees nothing until it is over, which ``choose``
         does not see: so aim below the target by some tensors."""
         low, largest = max(self.least), max(job.nbytes for job in self.jobs)
-        for ahead_first, margin in ((True, 0), (True, 1), (False, 0), (True, 4), (False, 2)):
+        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
             aim = max(low, target - margin * largest)
             over = [value - aim for value in self.keep] + [-1]
             chosen = [False] * len(self.jobs)
@@ -245,10 +252,11 @@ class _Search:
         self.target = target
         self.over = [value - target for value in solver.keep] + [-1]
         # Always there: everything away as long as it may be. It fits, because the target is reachable.
-        order = sorted(solver.jobs, key=lambda job: (job.prefetch, job.read, job.record))
-        self.placed = [Placed(job.record, job.release, job.prefetch) for job in order]
-        self.chosen = [True] * len(order)
-        self.rank = self._rank(self.placed)
+        self.placed = solver.farthest
+        self.curve = solver.least
+        self.chosen = [True] * len(solver.jobs)
+        self.compares = True  # False: the one choice is taken unjudged, which saves half the work
+        self.rank = (float("inf"), 0, 0)  # not worth the work of knowing: the first choice that fits beats it
 
     @property
     def stall(self) -> float:
@@ -262,13 +270,17 @@ class _Search:
     def look(self, chosen: list[bool]) -> bool:
         """Take this choice if it fits and is better."""
         placed = self.solver.lay_out(self.over, chosen)
-        return max(memory_curve(self.solver.trace, placed)) <= self.target and self._take(placed, chosen)
+        curve = self.solver.curve(placed)
+        return max(curve) <= self.target and self._take(placed, chosen, curve)
 
-    def _take(self, placed: list[Placed], chosen: list[bool]) -> bool:
-        rank = self._rank(placed)
-        if rank[0] > self.rank[0] + NEGLIGIBLE_MS or (rank[0] > self.rank[0] - NEGLIGIBLE_MS and rank >= self.rank):
-            return False
-        self.placed, self.chosen, self.rank = placed, chosen, rank
+    def _take(self, placed: list[Placed], chosen: list[bool], curve: list[int]) -> bool:
+        rank = self.rank
+        if self.compares:
+            rank = self._rank(placed)
+            slower = rank[0] - self.rank[0]
+            if slower > NEGLIGIBLE_MS or (slower > -NEGLIGIBLE_MS and rank >= self.rank):
+                return False
+        self.placed, self.chosen, self.curve, self.rank = placed, chosen, curve, rank
         return True
 
     def climb(self, tries: int) -> None:
@@ -292,18 +304,21 @@ class _Search:
     def prune(self) -> None:
         """Drop what memory can do without, least bytes times time first."""
         solver, trace = self.solver, self.solver.trace
-        room = [self.target - value for value in memory_curve(trace, self.placed)]
+        room = [self.target - value for value in self.curve]
+        least_room = RangeMin(room)
         times = solver.views[0].times
-
-        def worth(item: Placed) -> tuple[float, int]:
-            return trace.saved[item.record].nbytes * (times[item.prefetch] - times[item.release]), item.record
-
+        candidates = [
+            (trace.saved[number].nbytes * (times[prefetch] - times[release]), number, release, prefetch)
+            for number, release, prefetch in self.placed
+            if least_room(release + 1, prefetch) >= trace.saved[number].nbytes
+        ]
         dropped: set[int] = set()
-        for item in sorted(self.placed, key=worth):
-            nbytes = trace.saved[item.record].nbytes
-            span = slice(item.release + 1, item.prefetch + 1)
+        for _, number, release, prefetch in sorted(candidates)[:PRUNE_LIMIT]:
+            nbytes = trace.saved[number].nbytes
+            span = slice(release + 1, prefetch + 1)
             if min(room[span]) >= nbytes:
                 room[span] = [value - nbytes for value in room[span]]
-                dropped.add(item.record)
+                dropped.add(number)
         if dropped:
-            self._take([item for item in self.placed if item.record not in dropped], self.chosen)
+            curve = [self.target - value for value in room]
+            self._take([item for item in self.placed if item.record not in dropped], self.chosen, curve)
