@@ -26,6 +26,9 @@ OOM_HOOK = "MINDSPEED_SWAP_OOM_HOOK"
 # (Less would first empty the cache and, with expandable segments, map all memory that the device has.)
 REFUSED_BYTES = 1 << 60
 
+# The newer name is the one without a deprecation warning.
+_set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch._C._cuda_setAllocatorSettings
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Handler = Callable[[int, int], bool]
 
 
@@ -51,6 +54,18 @@ def check_allocator(asked_by: str = "mindspeed_swap") -> None:
             f"{asked_by} cannot be used with PYTORCH_NO_CUDA_MEMORY_CACHING, which switches torch's caching allocator "
             "off: unset it"
         )
+
+
+def prepare_allocator(asked_by: str) -> None:
+    """Check the allocator, and let it use expandable segments unless the user has set it up.
+
+    Swapping frees and allocates large blocks in an order that plain segments answer with fragments: memory that is
+    reserved, free, and in no piece large enough. Raises SettingError. Creates no CUDA context.
+    """
+    check_allocator(asked_by)
+    if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        _set_allocator("expandable_segments:True")
+        say(f"expandable segments switched on for {asked_by}; set PYTORCH_CUDA_ALLOC_CONF to decide for yourself")
 
 
 class CudaAccelerator(Accelerator):
