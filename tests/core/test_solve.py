@@ -20,8 +20,8 @@ HUGE = 1 << 60
 
 SHAPES = st.builds(
     Shape,
-    layers=st.integers(1, 4),
-    microbatches=st.integers(1, 5),
+    layers=st.integers(1, 3),
+    microbatches=st.integers(1, 4),
     stages=st.integers(1, 3),
     sites_mib=st.lists(st.sampled_from([0.5, 16.0, 64.0, 172.0, 344.0]), min_size=1, max_size=4).map(tuple),
     unmovable_mib=st.sampled_from([0.0, 8.0]),
@@ -223,7 +223,7 @@ def ratios_to_exhaustive(solver: Callable[[StepTrace, int], Plan], seeds: range)
 
 
 def check_quality(ratios: list[float]) -> None:
-    """At least 98 % of the cases within 2 % of the best, none 15 % worse: a search by single exchanges may stop early."""
+    """At least 98 % of the cases within 2 % of the best, none 15 % worse: a search by exchanges may stop early."""
     assert sum(ratio <= 1.02 for ratio in ratios) >= 0.98 * len(ratios)
     assert ratios[-1] <= 1.15
 
