@@ -71,7 +71,8 @@ def extensions_dir() -> Path:
     from torch._appdirs import user_cache_dir
 
     cuda = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
-    return Path(user_cache_dir(appname="torch_extensions")) / f"py{sys.version_info.major}{sys.version_info.minor}_{cuda}"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return Path(user_cache_dir(appname="torch_extensions")) / f"{python}_{cuda}"
 
 
 def _key(name: str, files: Sequence[Path], *flags: Sequence[str | Path]) -> str:
@@ -150,7 +151,7 @@ def _build_environment(name: str) -> Iterator[None]:
         raise SettingError(f"building {name} needs ninja, which was not found: pip install ninja")
     include = sysconfig.get_paths()["include"]
     if not (Path(include) / "Python.h").is_file():
-        raise SettingError(f"building {name} needs Python.h in {include}: install python3-dev (Debian) or python3-devel")
+        raise SettingError(f"building {name} needs Python.h in {include}: install python3-dev or python3-devel")
     os.environ.update(PATH=path, CXX=compiler)
     try:
         yield

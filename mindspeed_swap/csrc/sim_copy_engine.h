@@ -182,7 +182,7 @@ class CopyEngine {
         if (item.kind != Item::kCopy) continue;
         for (const Range& part : {item.dst, item.src}) {
           if (!part.overlaps(range)) continue;
-          memset(part.begin, kPoison, part.size);
+          memset(part.begin, kPoison, part.size);  // not the whole range: its owner may still use the rest
           used = true;
         }
       }
@@ -304,6 +304,7 @@ class CopyEngine {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     stream.worker = std::thread([this, &stream] { work(stream); });
+    pthread_setname_np(stream.worker.native_handle(), "sim-copy");
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 

@@ -1,8 +1,8 @@
 """The simulated device: part of this process's CPU memory, counted and limited as a device's would be.
 
-After ``install`` whatever torch allocates on the CPU is *device* memory, except inside ``host_memory()``. Host memory is
-everything else: that scope, numpy and mmap memory, and tensors made before the install. A host tensor that grows by
-``resize_`` outside the scope becomes device memory. Forked children have host memory only.
+After ``install`` whatever torch allocates on the CPU is *device* memory, except inside ``host_memory()``. All else is
+host memory: what that scope allocates, numpy and mmap memory, and tensors made before the install. A host tensor that
+grows by ``resize_`` outside the scope becomes device memory. Forked children have host memory only.
 
 Settings, read at the install:
     MINDSPEED_SWAP_DEVICE_CAPACITY   bytes of device memory (``600MiB``); unset: the machine's memory

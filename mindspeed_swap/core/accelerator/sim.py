@@ -91,7 +91,6 @@ class SimAccelerator(Accelerator):
             raise ValueError("copy: the host memory is not registered (register_host)")
         link = self._ext.LINK_D2H if to_host else self._ext.LINK_H2D
         if stream == COMPUTE:
-            self._ext.synchronize()
             dst.copy_(src)
         else:
             self._ext.copy(stream, dst.data_ptr(), src.data_ptr(), nbytes, link)
