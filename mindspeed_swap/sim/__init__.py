@@ -38,6 +38,7 @@ def redirect_cuda() -> None:
         sys.modules["torch._dynamo.config"].disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
     from mindspeed_swap.sim import (
+        cuda_memory,
         cuda_module,
         distributed,
         factories,
@@ -48,7 +49,7 @@ def redirect_cuda() -> None:
     )
 
     device.install()
-    for part in (factories, tensor_methods, streams, cuda_module, serialization, distributed):
+    for part in (factories, tensor_methods, streams, cuda_memory, cuda_module, serialization, distributed):
         part.redirect()
     megatron_fixes.apply_when_imported()
     _redirected = True

@@ -9,12 +9,12 @@ import torch
 from simulated_run import SCRIPTS
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.05 GiB is free. "
-    "Process 77 has 78.14 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch"
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.05 GiB is "
+    "free. Process 77 has 78.14 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch"
 )
 SIMULATED = (
-    "Simulated device out of memory. Tried to allocate 512.00 KiB (524288 bytes). The device has a capacity of 100.00 MiB "
-    "(104857600 bytes) of which 0 bytes is free; 99.52 MiB (104354283 bytes) is in use by this process."
+    "Simulated device out of memory. Tried to allocate 512.00 KiB (524288 bytes). The device has a capacity of "
+    "100.00 MiB (104857600 bytes) of which 0 bytes is free; 99.52 MiB (104354283 bytes) is in use by this process."
 )
 
 
