@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.sim import device as sim_device
+from mindspeed_swap.sim.patching import constant, replace
 
 _STATISTICS = ("allocation", "segment", "active", "inactive_split")
 _STATISTICS_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
@@ -54,7 +55,7 @@ def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
 
 def redirect() -> None:
     """Patch torch.cuda's and torch.accelerator's figures, and the recording of their history, which there is not."""
-    functions = {
+    functions: dict[str, Any] = {
         "memory_allocated": _allocated,
         "max_memory_allocated": _max_allocated,
         "memory_reserved": _allocated,
@@ -69,27 +70,28 @@ def redirect() -> None:
         "memory_stats": _memory_stats,
         "memory_summary": _memory_summary,
         "memory_snapshot": lambda *args, **kwargs: [],
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
-        "get_allocator_backend": lambda: "native",
+        "get_per_process_memory_fraction": constant(1.0),
+        "get_allocator_backend": constant("native"),
         "host_memory_stats": lambda: OrderedDict(),
     }
-    for name, function in functions.items():
-        for holder in (torch.cuda, torch.cuda.memory):
-            setattr(holder, name, function)
-    torch.cuda.memory._record_memory_history = lambda *args, **kwargs: None
-    torch.cuda.memory._snapshot = lambda *args, **kwargs: {"segments": [], "device_traces": []}
-    torch.cuda.memory._dump_snapshot = lambda *args, **kwargs: None
-    neutral = {
-        "empty_cache": lambda: None,
+    for holder in (torch.cuda, torch.cuda.memory):
+        replace(holder, **functions)
+    replace(
+        torch.cuda.memory,
+        _record_memory_history=constant(None),
+        _snapshot=lambda *args, **kwargs: {"segments": [], "device_traces": []},
+        _dump_snapshot=constant(None),
+    )
+    neutral: dict[str, Any] = {
+        "empty_cache": constant(None),
         "memory_stats": _memory_stats,
         "memory_allocated": _allocated,
         "max_memory_allocated": _max_allocated,
         "memory_reserved": _allocated,
         "max_memory_reserved": _max_allocated,
-        "reset_accumulated_memory_stats": lambda device=None: None,
+        "reset_accumulated_memory_stats": constant(None),
         "reset_peak_memory_stats": _reset_peak,
         "get_memory_info": mem_get_info,
     }
-    for name, function in neutral.items():
-        for holder in (torch.accelerator, torch.accelerator.memory):
-            setattr(holder, name, function)
+    for holder in (torch.accelerator, torch.accelerator.memory):
+        replace(holder, **neutral)

@@ -14,6 +14,7 @@ import torch
 from mindspeed_swap.sim import cuda_memory, current, streams
 from mindspeed_swap.sim import device as sim_device
 from mindspeed_swap.sim.device import host_memory
+from mindspeed_swap.sim.patching import constant, replace
 
 NAME = "Simulated device"
 CAPABILITY = (8, 0)  # the oldest that has bfloat16: no newer fast path of a library switches itself on
@@ -43,20 +44,6 @@ def redirect() -> None:
     _redirect_tools()
     _redirect_accelerator()
     _redirect_autocast()
-
-
-def _constant(value: Any) -> Callable:
-    """A new function each time: tables of torch are keyed by function."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return function
-
-
-def _set(holder: Any, **functions: Any) -> None:
-    for name, function in functions.items():
-        setattr(holder, name, function)
 
 
 # ---------------------------------------------------------------- which device
@@ -107,28 +94,28 @@ def _lazy_call(function: Callable, **kwargs: Any) -> None:
 
 def _redirect_identity() -> None:
     for name in _NOTHING_TO_DO:
-        function = _constant(None)
+        function = constant(None)
         for holder in (torch.cuda, torch.cuda.memory):
             if hasattr(holder, name):
                 setattr(holder, name, function)
     for name in _ALWAYS_ZERO:
-        setattr(torch.cuda, name, _constant(0))
-    _set(
+        setattr(torch.cuda, name, constant(0))
+    replace(
         torch.cuda,
-        is_available=_constant(True),
-        is_initialized=_constant(True),
-        is_bf16_supported=_constant(True),
-        is_tf32_supported=_constant(False),
+        is_available=constant(True),
+        is_initialized=constant(True),
+        is_bf16_supported=constant(True),
+        is_tf32_supported=constant(False),
         device_count=current.device_count,
         current_device=current.device_index,
         set_device=current.set_device,
         device=_DeviceContext,
         device_of=_DeviceOf,
-        get_device_name=_constant(NAME),
-        get_device_capability=_constant(CAPABILITY),
+        get_device_name=constant(NAME),
+        get_device_capability=constant(CAPABILITY),
         get_device_properties=_properties,
         get_arch_list=lambda: [f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"],
-        can_device_access_peer=_constant(False),
+        can_device_access_peer=constant(False),
         synchronize=lambda device=None: sim_device.synchronize(),
         _lazy_call=_lazy_call,
     )
@@ -169,34 +156,33 @@ def _redirect_random() -> None:
         for holder in (torch.cuda, torch.cuda.random):
             setattr(holder, name, function)
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
-    torch.cuda.default_generators = (generator,) * current.device_count()
+    replace(torch.cuda, default_generators=(generator,) * current.device_count())
 
 
 # ---------------------------------------------------------------- profilers and old names
 def _redirect_tools() -> None:
     cuda = torch.cuda
-    _set(cuda.nvtx, range_push=_constant(0), range_pop=_constant(0), mark=_constant(None))
-    _set(cuda.nvtx, range_start=_constant(0), range_end=_constant(None))
-    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
-    _set(cuda.profiler, start=_constant(None), stop=_constant(None), profile=contextlib.nullcontext)
-    runtime = types.SimpleNamespace(cudaProfilerStart=_constant(0), cudaProfilerStop=_constant(0))
-    _set(
-        runtime, cudaHostRegister=_constant(0), cudaHostUnregister=_constant(0), cudaMemGetInfo=cuda_memory.mem_get_info
+    replace(cuda.nvtx, range_push=constant(0), range_pop=constant(0), mark=constant(None))
+    replace(cuda.nvtx, range_start=constant(0), range_end=constant(None))
+    replace(cuda.nvtx, range=lambda *args, **kwargs: contextlib.nullcontext())
+    replace(cuda.profiler, start=constant(None), stop=constant(None), profile=contextlib.nullcontext)
+    runtime = types.SimpleNamespace(cudaProfilerStart=constant(0), cudaProfilerStop=constant(0))
+    replace(
+        runtime, cudaHostRegister=constant(0), cudaHostUnregister=constant(0), cudaMemGetInfo=cuda_memory.mem_get_info
     )
-    cuda.cudart = _constant(runtime)
+    replace(cuda, cudart=constant(runtime))
     for kind in _TENSOR_TYPES:
         # As types these answer isinstance() by dtype; as constructors they allocate device memory.
         setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
-    torch._C._cuda_attach_out_of_memory_observer = _constant(None)  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = _constant(0)  # type: ignore[attr-defined]
+    replace(torch._C, _cuda_attach_out_of_memory_observer=constant(None), _cuda_getCurrentRawStream=constant(0))
 
 
 def _redirect_accelerator() -> None:
     """The device-neutral names, which DataLoader's pinning and torch's own utilities use."""
     accelerator = torch.accelerator
-    _set(
+    replace(
         accelerator,
-        is_available=_constant(True),
+        is_available=constant(True),
         device_count=current.device_count,
         current_accelerator=lambda check_available=False: torch.device("cuda"),
         current_device_index=current.device_index,
@@ -219,4 +205,4 @@ def _redirect_autocast() -> None:
             device_type = "cpu"
         real_init(self, device_type, dtype, *args, **kwargs)
 
-    torch.amp.autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
+    replace(torch.amp.autocast_mode.autocast, __init__=init)
