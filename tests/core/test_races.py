@@ -94,7 +94,8 @@ def slab_after_copy(waits) -> bool:
     device.synchronize()
     accelerator.ahead = True
     back = manager._unpack(first)  # the copy back is queued, and read only later
-    (second,) = save(manager, on_device(2))
+    with manager.forward(1):  # not in the plan
+        second = manager._pack(on_device(2))
     manager._mover.offload(second.saved)
     assert second.saved.block is not None
     accelerator.catch_up()
