@@ -16,7 +16,7 @@ from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, Key, Position
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
-NUMBERS = 256 << 10  # 1 MiB
+NUMBERS = 512 << 10  # 2 MiB: the simulated link moves a MiB at a time, so that the last is read late
 SLOW, FAST = 0.02, 0.0  # 10^9 bytes per second: 50 ms per MiB; 0 is as fast as memory
 NOT_SHOWN = {Wait.OFFLOAD_AFTER_COMPUTE, Wait.LOAD_AFTER_COMPUTE}
 END = Position(FORWARD, 0, 0, OUTSIDE, EXIT)
