@@ -41,7 +41,7 @@ _pools: list[HostPool] = []
 
 
 def close_pools() -> None:
-    """After each test, by conftest: memory that is unmapped while it is registered would be written to by late copies."""
+    """After each test, by conftest: late copies would write to memory that is unmapped while it is registered."""
     while _pools:
         _pools.pop().close()
 
