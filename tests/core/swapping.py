@@ -86,7 +86,9 @@ def run_step(
         del loss
     stats, trace = manager.end_step() if manager is not None else (StepStats(), None)
     peak_bytes = device.max_memory_allocated()
-    grads = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    with device.host_memory():  # takes no room from the next step
+        losses = [loss.clone() for loss in losses]
+        grads = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     return Outcome(losses, grads, stats, trace, peak_bytes)
 
 
