@@ -14,7 +14,7 @@ from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.swap_manager import SwapManager
-from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
@@ -233,3 +233,9 @@ def capture(function: Callable[..., object], *arguments: object) -> BaseExceptio
     except Exception as error:
         return error
     return None
+
+
+def plan_everything(count: int, nbytes: int) -> Plan:
+    """For tensors packed outside all layers: released at the end of forward, read on demand."""
+    end, never = Position(FORWARD, 0, 0, OUTSIDE, EXIT), Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT)
+    return Plan(MODEL, 0, tuple(Swap(Key(0, 0, OUTSIDE, ordinal), nbytes, end, never) for ordinal in range(count)))

@@ -73,6 +73,7 @@ def test_random_plans_capacities_and_links(sim, seed):
     base = device.memory_allocated()
     positions = [point.position for point in trace.points] + [Position("F", 7, 7, 7, 7)]
     order = {record.key: record.first_read or 0 for record in trace.saved}
+    survived = 0
     for _ in range(4):
         device.set_link(rng.choice((0, 0.05, 5)), rng.choice((0, 0.05, 5)))
         limit = base + int((plain.peak_bytes - base) * rng.uniform(0.4, 1.2))
@@ -88,6 +89,8 @@ def test_random_plans_capacities_and_links(sim, seed):
             continue
         assert outcome.peak_bytes <= limit
         assert_same(outcome, plain)
+        survived += 1
+    assert survived > 0
     guard.close()
     assert_nothing_left(manager)
 
