@@ -15,7 +15,12 @@ class Options:
     @property
     def any(self) -> bool:
         """True if a feature is on. A setting without a feature changes nothing."""
-        return self.smart_swap
+        return bool(self.names)
+
+    @property
+    def names(self) -> str:
+        """The flags of the features that are on, for messages."""
+        return "--smart-swap" if self.smart_swap else ""
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:

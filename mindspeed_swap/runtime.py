@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator import device_choice, get_accelerator
+from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import probe_link
@@ -164,7 +164,7 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
-    device_choice()
+    prepare_device(options.names)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)
     _options, _host_budget_bytes = options, budget.per_rank_bytes

@@ -58,7 +58,8 @@ def resolve(target: str) -> tuple[Any, str]:
             break
         return owner, parts[-1]
     raise SettingError(
-        f"patch target {target} does not exist in megatron-core {megatron_version()}; mindspeed_swap supports {SUPPORTED}"
+        f"patch target {target} does not exist in megatron-core {megatron_version()}; "
+        f"mindspeed_swap supports {SUPPORTED}"
     )
 
 
@@ -103,7 +104,7 @@ def _from_imports(original: Any, owner: Any) -> list[tuple[Any, str]]:
     return [
         (module, name)
         for module_name, module in list(sys.modules.items())
-        if module is not None and module is not owner and (module_name == "__main__" or module_name.startswith("megatron"))
+        if module not in (None, owner) and (module_name == "__main__" or module_name.startswith("megatron"))
         for name, value in list(vars(module).items())
         if value is original
     ]

@@ -3,6 +3,7 @@
 Memory is what torch.cuda says. Of a step nothing is kept but numbers, and nothing is changed; the device is
 synchronized at both of its ends.
 """
+
 from __future__ import annotations
 
 import argparse

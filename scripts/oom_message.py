@@ -1,4 +1,5 @@
 """Out of memory as one line that says what, of how much, and where; and the end of this process, so of its job."""
+
 from __future__ import annotations
 
 import contextlib

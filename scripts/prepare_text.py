@@ -6,6 +6,7 @@
 Tokens are bytes (``--tokenizer-type NullTokenizer --vocab-size 256``) or those of a SentencePiece model
 (``--sentencepiece MODEL``). One file, or one topic of the default, is one document.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -105,9 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sentencepiece", type=Path, metavar="MODEL", help="tokenize with this model instead of bytes")
     options = parser.parse_args(arguments)
     try:
-        encode, vocabulary = (
-            sentencepiece_encoder(options.sentencepiece) if options.sentencepiece else bytes_encoder()
-        )
+        encode, vocabulary = sentencepiece_encoder(options.sentencepiece) if options.sentencepiece else bytes_encoder()
         documents = read_documents(options.paths) if options.paths else default_corpus()
         count, tokens = write_dataset(options.output, documents, encode, vocabulary)
     except InputError as error:

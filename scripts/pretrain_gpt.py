@@ -3,6 +3,7 @@ import mindspeed_swap.megatron_adaptor  # noqa: F401, I001  before anything of M
 # GPT pretraining with Megatron's own trainer (megatron-core 0.18 and 0.19; TP, SP, PP, VPP, DP, EP). But for the line
 # above this is a plain pretrain script.
 import inspect
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -108,6 +109,8 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # built o
 
 
 def main() -> None:
+    if "CUBLAS_WORKSPACE_CONFIG" in os.environ:  # whoever sets it wants two runs to end with the same bits
+        torch.use_deterministic_algorithms(True)
     args = parse_and_validate_args(extra_args_provider=measure.add_arguments)
     neutralise_compile_helpers()
     if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.local:

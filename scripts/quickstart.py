@@ -194,9 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = args.data.resolve() if args.data else out / "data" / "text"
     if not args.data:
         data.parent.mkdir(parents=True, exist_ok=True)
-        prepare = [sys.executable, str(HERE / "prepare_text.py"), "--output", str(data)]
-        if subprocess.run(prepare).returncode != 0:
-            raise Failed("preparing the text failed")
+        log = out / "data" / "log.txt"
+        command = [sys.executable, str(HERE / "prepare_text.py"), "--output", str(data)]
+        code, last_line = _follow(command, dict(os.environ, PYTHONWARNINGS="ignore"), log)
+        print(f"text: {last_line}", flush=True)
+        if code != 0:
+            raise Failed(f"preparing the text ended with exit code {code} (log: {log})")
 
     trainer = Trainer(args.trainer, data, out)
     probe = _must_train(trainer.run("floor", FLOOR_STEPS, smart_swap=True))

@@ -2,6 +2,7 @@
 
 Megatron's own ``DotProductAttention`` keeps the full matrix of scores. Call ``use_sdpa()`` before the model is built.
 """
+
 from __future__ import annotations
 
 import contextlib

@@ -5,6 +5,7 @@ bytes per millisecond (1 GB/s = 10^6 bytes per millisecond).
 """
 from __future__ import annotations
 
+import importlib
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ TRIAL_BYTES = MIB // 4  # tells a slow link from a fast one
 MIN_COPY_BYTES = 4 << 10
 COPIES = 4  # timed together, so that the time of starting one is hidden behind the one before
 ROUNDS = 3  # the median of these: the first one may meet a sleeping link
-ROUND_LIMIT_MS = 10.0  # a slower link gets smaller copies: 3 kinds x 3 rounds stay below 0.1 s
+ROUND_LIMIT_MS = 5.0  # a slower link gets smaller copies: 3 kinds x 3 rounds stay below 0.1 s
 SHORTEST_MS = 1e-4  # below the resolution of any event: no division by zero
 WARN_BELOW = 0.6  # of what the link can do; a healthy PCIe link gives 0.85
 GBPS = 1e6  # bytes per ms
@@ -82,7 +83,7 @@ def warn_if_slow(link: Link, limit_bytes_per_ms: float | None) -> None:
     slower = min(link.d2h_bytes_per_ms, link.h2d_bytes_per_ms)
     if limit_bytes_per_ms and slower < WARN_BELOW * limit_bytes_per_ms:
         say(
-            f"slow link: {slower / GBPS:.1f} GB/s of the {limit_bytes_per_ms / GBPS:.1f} GB/s that this PCIe slot can do. "
+            f"slow link: {slower / GBPS:.1f} GB/s of the {limit_bytes_per_ms / GBPS:.1f} GB/s that its PCIe slot has. "
             "Usual causes: host memory on another NUMA node (numactl --membind), a shared PCIe switch, IOMMU or ACS on",
             every_rank=True,
         )
@@ -94,7 +95,7 @@ def pcie_link_bytes_per_ms(device_uuid: str) -> float | None:
     None without nvidia-ml-py or where NVML does not say. The *maximum* generation: an idle link runs at a lower one.
     """
     try:
-        import pynvml
+        pynvml = importlib.import_module("pynvml")
     except ImportError:
         return None
     try:

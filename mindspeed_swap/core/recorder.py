@@ -20,7 +20,7 @@ from mindspeed_swap.core.trace import (
 
 
 def _use_count(address: int) -> int:
-    return torch._C._storage_Use_Count(address)  # type: ignore[attr-defined, no-any-return]
+    return torch._C._storage_Use_Count(address)
 
 
 def sole_holder_count() -> int:

@@ -17,21 +17,26 @@ compute instead of a lane. ``choose`` then weighs the two prices where it now ta
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from mindspeed_swap.core.choose import choose
 from mindspeed_swap.core.plan import Plan, Prediction, Swap
-from mindspeed_swap.core.simulate import Placed, memory_curve, phase_peaks, plain_step_ms, run_lanes
+from mindspeed_swap.core.simulate import NEGLIGIBLE_MS, Placed, memory_curve, phase_peaks, plain_step_ms, run_lanes
 from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
-from mindspeed_swap.core.windows import View, Window, is_candidate, windows
+from mindspeed_swap.core.windows import RangeMin, View, Window, is_candidate, windows
 from mindspeed_swap.units import format_bytes
 
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
 PREFETCH_HEADROOM = 0.2
+# Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) whatever the trace.
+# Small traces, which are the irregular ones, get a local search out of it.
+SEARCH_WORK = 100_000
+# Tensors looked at for dropping, per target: each costs a pass over its window.
+PRUNE_LIMIT = 200
 # Targets tried per answer. Each halves the step of the tree: 2^-10 of what swap can move is 15 MB of 15 GB, 0.3 ms.
 TREE_DEPTH = 10
 
@@ -79,7 +84,9 @@ class _Solver:
         self.trace = trace
         self.keep = memory_curve(trace, ())
         self.jobs: list[Window] = windows(trace)
-        self.least = self._curve([(job.release, job.prefetch) for job in self.jobs], range(len(self.jobs)))
+        order = sorted(self.jobs, key=lambda job: (job.prefetch, job.read, job.record))
+        self.farthest = [Placed(job.record, job.release, job.prefetch) for job in order]
+        self.least = self.curve(self.farthest)
 
     def solve(self, budget: int) -> Plan:
         trace = self.trace
@@ -100,12 +107,14 @@ class _Solver:
 
     # -- memory ---------------------------------------------------------------------------------------------------
 
-    def _curve(self, spans: Sequence[tuple[int, int]], which: Sequence[int]) -> list[int]:
-        """Peak bytes by interval when ``which[k]`` is released and prefetched at ``spans[k]``."""
+    def curve(self, placed: Iterable[Placed]) -> list[int]:
+        """``memory_curve``, quicker, for legal swaps."""
         delta = [0] * (len(self.keep) + 1)
-        for j, (release, prefetch) in zip(which, spans, strict=True):
-            delta[release + 1] -= self.jobs[j].nbytes
-            delta[prefetch + 1] += self.jobs[j].nbytes
+        saved = self.trace.saved
+        for number, release, prefetch in placed:
+            nbytes = saved[number].nbytes
+            delta[release + 1] -= nbytes
+            delta[prefetch + 1] += nbytes
         return [held + change for held, change in zip(self.keep, accumulate(delta), strict=False)]
 
     def floor(self) -> Floor:
@@ -141,52 +150,85 @@ class _Solver:
     def descend(self, budget: int) -> list[Placed]:
         """Walk the tree of targets between what is reachable and what keeping everything takes. A node's plan is taken
         when its peak fits the budget, and only plans with a higher peak are looked for after it: so of two budgets the
-        lower one leaves the common path downwards, to peaks below those that the higher one goes on to."""
+        lower one leaves the common path downwards, to peaks below those that the higher one goes on to.
+
+        A target within the budget fits by construction, so it is planned only when it comes to the answer: the taken
+        node with the highest peak, which a later target decides unless its peak is below an earlier target."""
         low, high = max(self.least), max(self.keep)
-        best = self.attempt(low)
-        best_peak = max(memory_curve(self.trace, best))
+        taken = [low]
+        plans: dict[int, tuple[int, list[Placed]]] = {}
         for _ in range(TREE_DEPTH):
             if high - low <= 1:
                 break
             target = (low + high) // 2
-            placed = self.attempt(target)
-            peak = max(memory_curve(self.trace, placed))
-            if max(peak, best_peak) <= budget:
+            if target > budget:
+                plans[target] = self._measured(target)
+            if target <= budget or plans[target][0] <= budget:
                 low = target
-                if peak >= best_peak:
-                    best, best_peak = placed, peak
+                taken.append(target)
             else:
                 high = target
+        best_peak, best = -1, []
+        for target in reversed(taken):
+            if best_peak >= target:
+                break
+            peak, placed = plans.get(target) or self._measured(target)
+            if peak > best_peak:
+                best_peak, best = peak, placed
         return best
 
+    def _measured(self, target: int) -> tuple[int, list[Placed]]:
+        placed = self.attempt(target)
+        return max(self.curve(placed)), placed
+
     def attempt(self, target: int) -> list[Placed]:
-        """A plan whose peak is at most ``target``, which must be reachable."""
-        over = [value - target for value in self.keep] + [-1]
-        chosen = [False] * len(self.jobs)
-        choose(self.views[0], over, chosen)
-        choose(self.views[1], over[::-1], chosen)
-        return self.prune(self.lay_out(over, chosen), target)
+        """A plan whose peak is at most ``target``, which must be reachable: the first without a wait, else the best
+        that a bounded amount of work finds."""
+        search = _Search(self, target)
+        tries = max(1, SEARCH_WORK // (len(self.keep) + 2 * len(self.jobs)))
+        search.compares = tries > 1
+        for chosen in islice(self._choices(target, first_margin=0 if tries > 1 else 1), tries):
+            search.look(chosen)
+            tries -= 1
+            if search.stall <= NEGLIGIBLE_MS:
+                break
+        else:
+            search.climb(tries)
+        search.prune()
+        return search.placed
+
+    def _choices(self, target: int, first_margin: int) -> Iterator[list[bool]]:
+        """Ways to choose, most promising first. A copy under way frees nothing until it is over, which ``choose``
+        does not see: so aim below the target by some tensors."""
+        low, largest = max(self.least), max(job.nbytes for job in self.jobs)
+        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
+            aim = max(low, target - margin * largest)
+            over = [value - aim for value in self.keep] + [-1]
+            chosen = [False] * len(self.jobs)
+            sweeps = [(self.views[0], over), (self.views[1], over[::-1])]
+            for view, excess in sweeps if ahead_first else reversed(sweeps):
+                choose(view, excess, chosen)
+            yield chosen
+        yield [True] * len(self.jobs)
 
     def lay_out(self, over: list[int], chosen: list[bool]) -> list[Placed]:
+        """Points for the chosen, in the order in which their copies back are queued."""
         ahead, astern = self.views
         last = len(self.keep) - 1
         releases = lay_out(ahead, over, chosen, ahead.until, 0.0)
         chosen = [release != NOT_NEEDED for release in releases]
         until = [last - release for release in releases]
         prefetches = lay_out(astern, over[::-1], chosen, until, PREFETCH_HEADROOM)
-        return [
-            Placed(job.record, release, last - mirrored)
+        placed = [
+            (last - mirrored, job.read, job.record, release)
             for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True)
             if release != NOT_NEEDED and mirrored != NOT_NEEDED
         ]
-
-    def prune(self, placed: list[Placed], target: int) -> list[Placed]:
-        return placed
+        placed.sort()
+        return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
 
     def _plan(self, budget: int, placed: list[Placed]) -> Plan:
         trace = self.trace
-        # The order in which the copies back are queued where several prefetches share a point.
-        placed = sorted(placed, key=lambda p: (p.prefetch, trace.saved[p.record].first_read or 0, p.record))
         curve = memory_curve(trace, placed)
         stall = run_lanes(trace, placed).stall_ms
         swaps = tuple(
@@ -200,3 +242,83 @@ class _Solver:
         )
         prediction = Prediction(phase_peaks(trace, curve), plain_step_ms(trace) + stall, stall)
         return Plan(trace.model, budget, swaps, prediction)
+
+
+class _Search:
+    """The best plan so far for one target: least wait, then fewest bytes moved, then fewest copies."""
+
+    def __init__(self, solver: _Solver, target: int) -> None:
+        self.solver = solver
+        self.target = target
+        self.over = [value - target for value in solver.keep] + [-1]
+        # Always there: everything away as long as it may be. It fits, because the target is reachable.
+        self.placed = solver.farthest
+        self.curve = solver.least
+        self.chosen = [True] * len(solver.jobs)
+        self.compares = True  # False: the one choice is taken unjudged, which saves half the work
+        self.rank = (float("inf"), 0, 0)  # not worth the work of knowing: the first choice that fits beats it
+
+    @property
+    def stall(self) -> float:
+        return self.rank[0]
+
+    def _rank(self, placed: list[Placed]) -> tuple[float, int, int]:
+        trace = self.solver.trace
+        moved = sum(trace.saved[item.record].nbytes for item in placed)
+        return run_lanes(trace, placed).stall_ms, moved, len(placed)
+
+    def look(self, chosen: list[bool]) -> bool:
+        """Take this choice if it fits and is better."""
+        placed = self.solver.lay_out(self.over, chosen)
+        curve = self.solver.curve(placed)
+        return max(curve) <= self.target and self._take(placed, chosen, curve)
+
+    def _take(self, placed: list[Placed], chosen: list[bool], curve: list[int]) -> bool:
+        rank = self.rank
+        if self.compares:
+            rank = self._rank(placed)
+            slower = rank[0] - self.rank[0]
+            if slower > NEGLIGIBLE_MS or (slower > -NEGLIGIBLE_MS and rank >= self.rank):
+                return False
+        self.placed, self.chosen, self.curve, self.rank = placed, chosen, curve, rank
+        return True
+
+    def climb(self, tries: int) -> None:
+        """Local search: add, drop or exchange single tensors while that helps and ``tries`` last."""
+        count = len(self.chosen)
+        improved = True
+        while improved and tries > 0:
+            improved = False
+            for a, b in [(j, j) for j in range(count)] + [(a, b) for a in range(count) for b in range(a)]:
+                if a != b and self.chosen[a] == self.chosen[b]:
+                    continue
+                if tries <= 0 or self.stall <= NEGLIGIBLE_MS:
+                    return
+                tries -= 1
+                chosen = self.chosen.copy()
+                chosen[a] = not chosen[a]
+                if a != b:
+                    chosen[b] = not chosen[b]
+                improved |= self.look(chosen)
+
+    def prune(self) -> None:
+        """Drop what memory can do without, least bytes times time first."""
+        solver, trace = self.solver, self.solver.trace
+        room = [self.target - value for value in self.curve]
+        least_room = RangeMin(room)
+        times = solver.views[0].times
+        candidates = [
+            (trace.saved[number].nbytes * (times[prefetch] - times[release]), number, release, prefetch)
+            for number, release, prefetch in self.placed
+            if least_room(release + 1, prefetch) >= trace.saved[number].nbytes
+        ]
+        dropped: set[int] = set()
+        for _, number, release, prefetch in sorted(candidates)[:PRUNE_LIMIT]:
+            nbytes = trace.saved[number].nbytes
+            span = slice(release + 1, prefetch + 1)
+            if min(room[span]) >= nbytes:
+                room[span] = [value - nbytes for value in room[span]]
+                dropped.add(number)
+        if dropped:
+            curve = [self.target - value for value in room]
+            self._take([item for item in self.placed if item.record not in dropped], self.chosen, curve)

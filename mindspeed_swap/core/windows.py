@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import islice
 
 from mindspeed_swap.core.simulate import position_index
 from mindspeed_swap.core.trace import OUTSIDE, SavedRecord, StepTrace
@@ -125,3 +126,21 @@ class View:
                 for j in block:
                     use[j] = last
         return [(-use[j], -self.nbytes[j], j) for j in range(len(jobs))]
+
+
+class RangeMin:
+    """Least value of a slice of a list that does not change, in constant time."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.levels = [values]
+        width = 1
+        while 2 * width <= len(values):
+            level = self.levels[-1]
+            self.levels.append(list(map(min, level, islice(level, width, None))))
+            width *= 2
+
+    def __call__(self, first: int, last: int) -> int:
+        """Least of ``values[first : last + 1]``, which must not be empty."""
+        depth = (last - first + 1).bit_length() - 1
+        level = self.levels[depth]
+        return min(level[first], level[last + 1 - (1 << depth)])

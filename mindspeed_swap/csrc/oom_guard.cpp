@@ -5,20 +5,20 @@
 //   * FreeMemoryCallback runs under the allocator's lock at every cache miss and is not told the size. Taking the GIL
 //     there deadlocks with a thread that frees a tensor while it holds the GIL.
 //   * OutOfMemoryObserver runs without the lock, but the error is thrown whatever it does.
-//   * A subclass that forwards everything, stored in the exported atomic `allocator`, is legal C++. It must forward some
-//     50 virtuals, and one that a later torch adds with a default body would be lost without a compiler warning.
+//   * A subclass that forwards everything, stored in the exported atomic `allocator`, is legal C++. It must forward
+//     some 50 virtuals, and one that a later torch adds with a default body would be lost without a warning.
 // So the one allocator *object* is given another virtual table: a copy of its own with three entries replaced. Nothing
 // is forwarded by hand, no page of a library is made writable, it is one pointer store to install and one to remove,
-// and what calls the allocator without virtual dispatch (frees) is untouched. C++ does not promise that this works; the
-// Itanium ABI, which every Linux compiler of torch follows, does. `self_test` therefore shows it before anyone relies
-// on it, and the caller removes the hook if it fails.
+// and frees, which do not go through the table, are untouched. C++ does not promise that this works; the Itanium ABI,
+// which every Linux compiler of torch follows, does. `self_test` shows it before anyone relies on it, and the caller
+// removes the hook if it fails.
 //
 // How the peak of an interval is known. Allocated bytes can only reach a new height at an allocation, so the wrapper
-// reads the allocator's own counter after each one (a copy of about 1 kB under a free lock: about 0.1 us). torch's peak
-// figure is read, never reset: torch.cuda.max_memory_allocated() stays the user's. It closes the one gap, a free by
-// another thread between an allocation and its reading: a figure that rose during the interval was reached in it.
-// Without the hook, `track` uses the allocator's public trace trackers instead. They cannot be detached, cost more, and
-// see requested sizes only, so that rounding has to be added: second best, see there.
+// reads the allocator's own counter after each one: a copy of about 1 kB under a free lock, 0.05 us where measured.
+// torch's peak figure is read, never reset: torch.cuda.max_memory_allocated() stays true. It closes the one gap, a
+// free by another thread between an allocation and its reading: a figure that rose in the interval was reached in it.
+// Without the hook, `track` uses the allocator's public trace trackers. They cannot be detached, cost twice as much and
+// see requested sizes only, so that rounding has to be added: second best.
 #ifdef SWAP_NPU
 #include <torch_npu/csrc/core/npu/NPUCachingAllocator.h>
 #include <torch_npu/csrc/core/npu/NPUFunctions.h>
@@ -40,6 +40,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 
 namespace py = pybind11;
 
@@ -65,18 +66,17 @@ bool capturing() {  // copies made by a handler would become part of the graph
 
 // Retries per request. A handler frees what was asked for at the first; the others are for fragmentation.
 constexpr int kMaxAttempts = 8;
-// Slots of the virtual table to copy. torch 2.11 and torch_npu 2.13 use fewer than 70; a surplus is copied, never called.
+// Slots of the virtual table to copy: several times what the class has. A surplus is copied, never called.
 constexpr size_t kVtableSlots = 256;
 constexpr size_t kVtablePrefix = 2;  // offset-to-top and type info stand before the first slot (Itanium ABI)
 constexpr size_t kAggregate = 0;     // index of the sum over both pools in the allocator's statistics
 constexpr size_t kProbeBytes = 512;
 
 // ---- what was seen (any thread writes)
-struct Counters {
+struct {
   std::atomic<int64_t> allocate{0}, raw{0}, raw_stream{0};  // calls that came through each replaced slot
   std::atomic<int64_t> caught{0}, retried{0};
-};
-Counters counters;
+} counters;
 std::atomic<int> guarded_device{-1};
 std::atomic<int64_t> interval_peak{0}, interval_largest{0};
 std::mutex interval_lock;  // one take_interval at a time
@@ -198,32 +198,27 @@ size_t slot_of(Member member) {
 
 // Bytes from `address` to the end of the loaded segment that holds it: how far it may be read.
 size_t readable_from(const void* address) {
-  struct Search {
-    uintptr_t address;
-    size_t left;
-  } search{reinterpret_cast<uintptr_t>(address), 0};
-  dl_iterate_phdr(
-      [](dl_phdr_info* library, size_t, void* data) {
-        auto& wanted = *static_cast<Search*>(data);
-        for (int i = 0; i < library->dlpi_phnum; ++i) {
-          const auto& segment = library->dlpi_phdr[i];
-          const uintptr_t start = library->dlpi_addr + segment.p_vaddr;
-          if (segment.p_type == PT_LOAD && start <= wanted.address && wanted.address < start + segment.p_memsz) {
-            wanted.left = start + segment.p_memsz - wanted.address;
-            return 1;
-          }
-        }
-        return 0;
-      },
-      &search);
-  return search.left;
+  std::pair<uintptr_t, size_t> search{reinterpret_cast<uintptr_t>(address), 0};
+  const auto visit = [](dl_phdr_info* library, size_t, void* data) {
+    auto& [wanted, left] = *static_cast<std::pair<uintptr_t, size_t>*>(data);
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+      const auto& segment = library->dlpi_phdr[i];
+      const uintptr_t start = library->dlpi_addr + segment.p_vaddr, end = start + segment.p_memsz;
+      if (segment.p_type == PT_LOAD && start <= wanted && wanted < end) left = end - wanted;
+    }
+    return static_cast<int>(left != 0);  // stops the search
+  };
+  dl_iterate_phdr(visit, &search);
+  return search.second;
 }
 
 void** native_vtable = nullptr;
 void** hooked_vtable = nullptr;  // never given back: a thread may be between reading the pointer and calling through it
 DeviceAllocator* hooked_object = nullptr;
 
-void** vtable_of(DeviceAllocator* object) { return __atomic_load_n(reinterpret_cast<void***>(object), __ATOMIC_SEQ_CST); }
+void** vtable_of(DeviceAllocator* object) {
+  return __atomic_load_n(reinterpret_cast<void***>(object), __ATOMIC_SEQ_CST);
+}
 void set_vtable(DeviceAllocator* object, void** table) {
   __atomic_store_n(reinterpret_cast<void***>(object), table, __ATOMIC_SEQ_CST);
 }
@@ -257,7 +252,7 @@ std::atomic<int64_t> tracked_requested{0};
 #ifndef SWAP_NPU
 // Called under the allocator's lock, also when no history is recorded. Must not allocate, must not take the GIL.
 void on_trace(const native::TraceEntry& entry) {
-  if (!tracking.load(std::memory_order_relaxed) || entry.device_ != guarded_device.load(std::memory_order_relaxed)) return;
+  if (!tracking || entry.device_ != guarded_device) return;
   const auto size = static_cast<int64_t>(entry.size_);
   if (entry.action_ == native::TraceEntry::ALLOC) {
     raise_to(interval_largest, size);

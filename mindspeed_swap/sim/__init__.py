@@ -3,6 +3,7 @@
 With it real Megatron trains on a machine without any accelerator, and runs out of "device" memory when it would there.
 Nothing here is used where there is a real device.
 """
+
 from __future__ import annotations
 
 import os

@@ -1,4 +1,5 @@
 """torch.cuda and torch.accelerator as functions of the simulated device. Memory figures are its allocator's own."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,5 @@
 """Which of the node's simulated devices this process uses. Each process has one device, whatever its index says."""
+
 from __future__ import annotations
 
 import os

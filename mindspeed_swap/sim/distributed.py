@@ -1,4 +1,5 @@
 """torch.distributed: NCCL moves bytes between devices; between simulated ones gloo does."""
+
 from __future__ import annotations
 
 import functools

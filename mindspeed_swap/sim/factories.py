@@ -1,4 +1,5 @@
 """torch.empty and its relatives: a result is device memory only where the real call would have made it so."""
+
 from __future__ import annotations
 
 import functools
@@ -85,7 +86,9 @@ def _like(function: Callable) -> Callable:
         if place is OTHER:
             return function(tensor, *args, **kwargs)
         kwargs["device"] = CPU
-        return _make(function, place, (tensor, *args), kwargs)
+        result = _make(function, place, (tensor, *args), kwargs)
+        # From a meta tensor torch allocates by another registry than the one the simulated device is in.
+        return result if place is HOST or not tensor.is_meta else result.cuda()
 
     return factory_like
 

@@ -2,6 +2,7 @@
 
 Each fix belongs to one module of Megatron and is applied right after that module has been imported, whoever imports it.
 """
+
 from __future__ import annotations
 
 import contextlib

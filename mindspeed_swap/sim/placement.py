@@ -1,12 +1,13 @@
 """Which memory a request means. The rules that all redirected calls share.
 
-To torch every tensor of the simulated machine is a CPU tensor. Whether it is *device* or *host* memory goes by its
-storage's address and was decided at its allocation: host inside ``device.host_memory()``, else device. So each redirected
-call has one question to answer, "where does the result belong?", and runs torch's own function there.
+To torch every tensor of the simulated machine is a CPU tensor. Whether it is *device* or *host* memory goes by the
+address of its storage and was decided at its allocation: host inside ``device.host_memory()``, else device. So each
+redirected call has one question to answer, "where does the result belong?", and runs torch's own function there.
 
 Known limits: the result of an arbitrary operation on host tensors (``host + 1``, ``torch.FloatTensor(3)``) is allocated
 by torch outside of any redirected call and counts as device memory. A tensor without bytes counts as on the device.
 """
+
 from __future__ import annotations
 
 from enum import Enum
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
-from torch.utils import _device as torch_device_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from mindspeed_swap.sim.device import is_device
 
@@ -49,10 +51,10 @@ def place_named(device: Any) -> Place:
 
 def place_by_default() -> Place:
     """Where a factory without ``device=`` puts its result: host, or what set_default_device / ``with device`` says."""
-    if _len_torch_function_stack() == 0:  # the device context is a mode on this thread's stack
+    if _len_torch_function_stack() == 0:  # a device context is a mode on this thread's stack
         return HOST
-    current = torch_device_module.CURRENT_DEVICE
-    return HOST if current is None else place_named(current)
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return place_named(contexts[-1].device) if contexts else HOST
 
 
 def place_of(tensor: torch.Tensor) -> Place:

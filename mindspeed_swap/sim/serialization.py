@@ -1,4 +1,5 @@
-"""torch.save, torch.load and DataLoader: what comes from disk or a dataset is host memory unless told otherwise."""
+"""Storages, torch.save, torch.load and DataLoader: what comes from a file or dataset is host memory unless asked."""
+
 from __future__ import annotations
 
 import functools
@@ -11,12 +12,14 @@ from mindspeed_swap.sim import current
 from mindspeed_swap.sim.device import device_memory, host_memory, is_device
 from mindspeed_swap.sim.placement import DEVICE, place_named
 
+_real_clone = torch.UntypedStorage.clone
 _BEFORE_TORCH = 5  # torch's own CPU handler, which would claim every storage, has priority 10
 
 
 def redirect() -> None:
     """Register the device as a location of saved storages; patch torch.load and the in-process dataset fetchers."""
     torch.serialization.register_package(_BEFORE_TORCH, _location_of, _restore)
+    torch.UntypedStorage.clone = _clone
     torch.load = torch.serialization.load = _reading(torch.load)
     for fetcher in (data_fetch._MapDatasetFetcher, data_fetch._IterableDatasetFetcher):
         # A dataset computes on host tensors, whose results would count as device memory; a forked worker has no device.
@@ -50,5 +53,17 @@ def _restore(storage: Any, location: str) -> Any:
     if place_named(location) is not DEVICE or storage.device.type != "cpu":
         return None
     with device_memory():
-        copy = torch.UntypedStorage(storage.nbytes())
-        return copy.copy_(storage)
+        return _copy(storage)
+
+
+def _copy(storage: Any) -> torch.UntypedStorage:
+    """In memory of the caller's scope. UntypedStorage(n) asks torch's default allocator, so gives host memory."""
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device="cuda").untyped_storage().copy_(storage)
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """UntypedStorage.clone, which copy.deepcopy of a tensor calls: stays where it is."""
+    if self.device.type != "cpu":
+        return _real_clone(self)
+    with device_memory() if is_device(_view(self)) else host_memory():
+        return _copy(self)

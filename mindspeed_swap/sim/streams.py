@@ -1,4 +1,5 @@
 """Streams and events of the simulated device: compute runs on the calling thread, so every queue is always empty."""
+
 from __future__ import annotations
 
 import itertools

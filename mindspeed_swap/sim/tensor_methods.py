@@ -1,4 +1,5 @@
 """Tensor and Module methods that ask where a tensor is, or move it. Between host and device they really copy."""
+
 from __future__ import annotations
 
 import functools

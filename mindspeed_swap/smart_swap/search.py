@@ -50,6 +50,10 @@ class Try:
     step_ms: float
 
 
+def _trouble(stats: StepStats) -> int:
+    return stats.on_demand_loads + stats.skipped_prefetches + stats.evictions
+
+
 @dataclass(slots=True)
 class StableCounters:
     steps: int = 0
@@ -74,6 +78,7 @@ class SmartSwap:
     stable: StableCounters = field(default_factory=StableCounters)
     _read_order: Mapping[Key, int] = field(default_factory=dict)
     _reserve_bytes: int = 0
+    _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _bad_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -122,31 +127,34 @@ class SmartSwap:
 
     def _enter(self, phase: Phase, why: str) -> None:
         say(
-            f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, peak {format_bytes(self.peak_bytes)}, "
-            f"target {format_bytes(self.target_bytes)}; {why}"
+            f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, "
+            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
         )
         self.phase = phase
 
     # ---- SearchPolicy
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:
         assert self.plan is not None
-        trouble = stats.on_demand_loads + stats.skipped_prefetches + stats.evictions
+        trouble = _trouble(stats)
         peak = max(point.peak_bytes for point in trace.points)
         self.tries.append(Try(self.plan, trouble, peak, trace.step_ms))
         if trouble and len(self.tries) < MAX_TRIES:
-            # The step needed more than the plan thought, and by at least as much as had to be pushed out.
-            self._reserve_bytes += max(stats.evicted_bytes, int(self.capacity_bytes * RESERVE_SHARE))
+            # The step needed more than the plan thought, or the allocator could not use all of the room (fragments).
+            # By how much, the evicted bytes do not say: one that comes back pushes out the next.
+            self._reserve_bytes *= 2
             try:
                 self._replan(trace)
                 return True
             except Infeasible:
                 pass  # no plan leaves more room: the best so far has to do
         best = min(self.tries, key=lambda tried: (tried.trouble > 0, tried.step_ms))
-        self.plan = best.plan
+        self.plan, self._accepted_trouble = best.plan, best.trouble
+        self._reserve_bytes = self.capacity_bytes - best.plan.budget_bytes
         self._enter(
             Phase.STABLE,
             f"best of {len(self.tries)} tries: {best.step_ms:.0f} ms, peak {format_bytes(best.peak_bytes)}, "
-            f"swap {format_bytes(best.plan.swap_bytes)} in {len(best.plan.swaps)} tensors",
+            f"swap {format_bytes(best.plan.swap_bytes)} in {len(best.plan.swaps)} tensors"
+            + (f", {best.trouble} evictions and loads on demand" if best.trouble else ""),
         )
         return True
 
@@ -158,7 +166,7 @@ class SmartSwap:
         counters.late_loads += stats.late_loads
         counters.evictions += stats.evictions
         counters.skipped_prefetches += stats.skipped_prefetches
-        self._bad_steps = self._bad_steps + 1 if stats.on_demand_loads or stats.evictions else 0
+        self._bad_steps = self._bad_steps + 1 if _trouble(stats) > self._accepted_trouble else 0
         if self._bad_steps < DRIFT_STEPS:
             return False
         self._bad_steps = 0

@@ -83,31 +83,39 @@ def test_copy_is_strict_about_its_operands(sim: SimAccelerator, host: Callable[[
     assert device.stats()["registered_bytes"] == 0
 
 
-def timed_copy(sim: SimAccelerator, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> Callable[[], float]:
-    start = sim.record(stream)
-    sim.copy(dst, src, stream)
-    end = sim.record(stream)
-
-    def milliseconds() -> float:
-        sim.synchronize(end)
-        return sim.elapsed_ms(start, end)
-
-    return milliseconds
+def best_of_three(measure: Callable[[], float]) -> float:
+    """The least of three: what else runs on the machine only ever makes things slower."""
+    return min(measure() for _ in range(3))
 
 
 def test_a_slow_link_is_slow_and_full_duplex(sim: SimAccelerator, host: Callable[[int], torch.Tensor]) -> None:
-    size = 8 * MIB
-    device.set_link(0.05, 0.05)
-    expected = size / 0.05e9 * 1e3  # 168 ms
-    out, out2, into = sim.new_stream(), sim.new_stream(), sim.new_stream()
-    start = time.monotonic()
-    both = [timed_copy(sim, host(size), sim.empty(size), out), timed_copy(sim, sim.empty(size), host(size), into)]
-    queued = (time.monotonic() - start) * 1e3
-    took = [milliseconds() for milliseconds in both]
-    assert queued < expected / 2, "queueing does not wait for the link"
-    assert all(expected * 0.99 < each < expected * 1.8 for each in took), took
-    one_way = [timed_copy(sim, host(size), sim.empty(size), stream) for stream in (out, out2)]
-    assert max(milliseconds() for milliseconds in one_way) > expected * 1.9, "one direction is one link"
+    size = 2 * MIB
+    device.set_link(0.02, 0.02)
+    expected = size / 0.02e9 * 1e3  # 105 ms
+    streams: list[Stream] = [sim.new_stream(), sim.new_stream()]
+    leaving = [(host(size), sim.empty(size)), (host(size), sim.empty(size))]
+    arriving = (sim.empty(size), host(size))
+
+    def milliseconds(*copies: tuple[torch.Tensor, torch.Tensor]) -> float:
+        """Of copies that start together, one per stream: until the last has ended."""
+        start = sim.record(sim.compute_stream())
+        for (dst, src), stream in zip(copies, streams, strict=False):
+            sim.copy(dst, src, stream)
+        ends = [sim.record(stream) for stream in streams]
+        sim.synchronize()
+        return max(sim.elapsed_ms(start, end) for end in ends)
+
+    assert expected * 0.99 < best_of_three(lambda: milliseconds(leaving[0])) < expected * 1.5
+    assert expected * 0.99 < best_of_three(lambda: milliseconds(leaving[0], arriving)) < expected * 1.5, "full duplex"
+    assert milliseconds(*leaving) > expected * 1.98, "the streams of one direction share its link"
+
+
+def test_queueing_does_not_wait_for_the_link(sim: SimAccelerator, host: Callable[[int], torch.Tensor]) -> None:
+    device.set_link(0.002, 0.002)
+    stream = sim.new_stream()
+    slab, source = host(4 * MIB), sim.empty(4 * MIB)
+    sim.copy(slab, source, stream)
+    assert not sim.done(sim.record(stream)), "two seconds of copying cannot be over"
 
 
 def test_reading_without_waiting_shows(sim: SimAccelerator, host: Callable[[int], torch.Tensor]) -> None:
@@ -265,7 +273,7 @@ EXIT_SCRIPT = """
     from mindspeed_swap.core.accelerator.sim import SimAccelerator
     from mindspeed_swap.sim import device
     sim = SimAccelerator()
-    device.set_link(1e-4, 1e-4)
+    device.set_link(1e-5, 1e-5)  # a quarter of an hour for this copy: longer than any timeout here
     sim.on_pressure(lambda nbytes, attempt: True)
     array = np.zeros(8 << 20, dtype=np.uint8)
     sim.register_host(array.ctypes.data, array.nbytes)
@@ -277,7 +285,6 @@ EXIT_SCRIPT = """
 
 
 def test_exit_with_copies_queued_and_tensors_alive() -> None:
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(EXIT_SCRIPT + """
     class Late:
         def __del__(self):
@@ -287,9 +294,8 @@ def test_exit_with_copies_queued_and_tensors_alive() -> None:
                 pass
     sys.keep = Late(), a  # dies in the last breath of the interpreter, when the handler must not be called
     device.set_capacity(1)
-    """)], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, timeout=60, check=False)
+    """)], cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert time.monotonic() - start < 20
 
 
 def test_ctrl_c_ends_a_host_wait() -> None:
@@ -299,8 +305,6 @@ def test_ctrl_c_ends_a_host_wait() -> None:
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.2)
-    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert "KeyboardInterrupt" in errors and process.returncode != 0
-    assert time.monotonic() - start < 5
+    _, errors = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors and process.returncode != 0, (process.returncode, errors)

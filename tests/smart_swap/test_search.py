@@ -87,12 +87,12 @@ def test_a_try_in_trouble_leaves_more_room_next_time():
     trace = megatron_trace(SHAPE)
     search = warmed_up(tight(trace))
     first = search.next_step().plan
-    missing = 64 << 20
-    search.after_step(StepStats(evictions=1, evicted_bytes=missing), megatron_trace(SHAPE))
+    search.after_step(StepStats(evictions=1, evicted_bytes=64 << 20), megatron_trace(SHAPE))
     second = search.next_step().plan
     assert search.phase is Phase.SEARCH
     assert second.swap_bytes > first.swap_bytes
-    assert second.budget_bytes <= first.budget_bytes - missing
+    reserve = search.capacity_bytes - first.budget_bytes
+    assert second.budget_bytes == first.budget_bytes - reserve
 
 
 def test_the_best_measured_try_is_kept_not_the_last(capsys):
@@ -122,6 +122,20 @@ def test_two_bad_steps_in_a_row_go_back_to_the_search_one_does_not():
     assert search.phase is Phase.SEARCH
     assert search.next_step().record
     assert search.stable.on_demand_loads == 9
+
+
+def test_trouble_that_no_plan_avoided_is_no_drift():
+    search = warmed_up(tight(megatron_trace(SHAPE)))
+    for _ in range(MAX_TRIES):
+        if search.phase is Phase.SEARCH:
+            search.after_step(StepStats(evictions=3), megatron_trace(SHAPE))
+    assert search.phase is Phase.STABLE
+    for _ in range(5):
+        search.after_step(StepStats(evictions=3), None)
+    assert search.phase is Phase.STABLE
+    search.after_step(StepStats(evictions=9), None)
+    search.after_step(StepStats(evictions=9), None)
+    assert search.phase is Phase.SEARCH
 
 
 def test_without_the_reserve_is_better_than_not_at_all():

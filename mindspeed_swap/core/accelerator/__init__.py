@@ -20,7 +20,7 @@ DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"
 DEVICES = ("auto", "cuda", "npu", "sim")
 
 __all__ = ["DEVICES", "DEVICE_VARIABLE", "Accelerator", "DeviceMemory", "Event", "Interval", "Stream",
-           "device_choice", "get_accelerator"]
+           "device_choice", "get_accelerator", "prepare_device"]
 
 
 def device_choice() -> str:
@@ -29,6 +29,16 @@ def device_choice() -> str:
     if choice not in DEVICES:
         raise SettingError(f"{DEVICE_VARIABLE}={choice!r}: expected one of {', '.join(DEVICES)}")
     return choice
+
+
+def prepare_device(asked_by: str) -> None:
+    """Check and set what must be right before the device is first used. Creates no context; the device may be chosen
+    later. ``asked_by`` names the flags, for messages. Raises SettingError."""
+    choice = device_choice()
+    if choice == "cuda" or (choice == "auto" and _present_device() == "cuda"):
+        from mindspeed_swap.core.accelerator.cuda import prepare_allocator
+
+        prepare_allocator(asked_by)
 
 
 @cache

@@ -26,6 +26,9 @@ OOM_HOOK = "MINDSPEED_SWAP_OOM_HOOK"
 # (Less would first empty the cache and, with expandable segments, map all memory that the device has.)
 REFUSED_BYTES = 1 << 60
 
+# The newer name is the one without a deprecation warning.
+_set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch._C._cuda_setAllocatorSettings
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Handler = Callable[[int, int], bool]
 
 
@@ -42,8 +45,8 @@ def check_allocator(asked_by: str = "mindspeed_swap") -> None:
         )
     if backend != "native":
         raise SettingError(
-            f"{asked_by} cannot be used with a pluggable allocator (torch.cuda.memory.change_current_allocator, backend "
-            f"{backend!r}; MindSpeed's memory-fragmentation option installs one): it needs torch's native caching "
+            f"{asked_by} cannot be used with a pluggable allocator (torch.cuda.memory.change_current_allocator made it "
+            f"{backend!r}; MindSpeed's memory-fragmentation option does that): it needs torch's native caching "
             "allocator. Remove one of the two"
         )
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
@@ -53,13 +56,25 @@ def check_allocator(asked_by: str = "mindspeed_swap") -> None:
         )
 
 
+def prepare_allocator(asked_by: str) -> None:
+    """Check the allocator, and let it use expandable segments unless the user has set it up.
+
+    Swapping frees and allocates large blocks in an order that plain segments answer with fragments: memory that is
+    reserved, free, and in no piece large enough. Raises SettingError. Creates no CUDA context.
+    """
+    check_allocator(asked_by)
+    if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        _set_allocator("expandable_segments:True")
+        say(f"expandable segments switched on for {asked_by}; set PYTORCH_CUDA_ALLOC_CONF to decide for yourself")
+
+
 class CudaAccelerator(Accelerator):
     """The current CUDA device of this process. One per process."""
 
     name = "cuda"
 
     def __init__(self) -> None:
-        """Raises SettingError if there is no device, a foreign allocator, or a capacity that the device does not have."""
+        """Raises SettingError for no device, a foreign allocator, or a capacity that the device does not have."""
         check_allocator()
         if not torch.cuda.is_available():
             raise SettingError(
@@ -72,6 +87,7 @@ class CudaAccelerator(Accelerator):
         # The figure that the allocator multiplies its fraction with; the device's properties say a little less.
         self._total_bytes = torch.cuda.mem_get_info(self._index)[1]
         self._apply_capacity()
+        self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._watch, self._hooked = _watch_allocator(self._index)
         atexit.register(self.close)  # no handler may be called, nor keep tensors alive, while Python goes away
 
@@ -82,8 +98,8 @@ class CudaAccelerator(Accelerator):
         wanted = parse_bytes(text, CAPACITY)
         if wanted > self._total_bytes:
             raise SettingError(
-                f"{CAPACITY}={text!r} is more than the {format_bytes(self._total_bytes)} ({self._total_bytes} bytes) of "
-                f"{torch.cuda.get_device_name(self._index)}: give less, or unset it to use all of the device"
+                f"{CAPACITY}={text!r} is more than the {format_bytes(self._total_bytes)} ({self._total_bytes} bytes) "
+                f"of {torch.cuda.get_device_name(self._index)}: give less, or unset it to use all of the device"
             )
         torch.cuda.set_per_process_memory_fraction(wanted / self._total_bytes, self._index)
 
@@ -119,7 +135,12 @@ class CudaAccelerator(Accelerator):
 
     # ---- order
     def compute_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._index)
+        # The live one; only the Python object for it is remembered, which is most of what current_stream() costs.
+        live = torch._C._cuda_getCurrentStream(self._index)
+        stream = self._streams.get(live)
+        if stream is None:
+            stream = self._streams[live] = torch.cuda.current_stream(self._index)
+        return stream
 
     def new_stream(self) -> torch.cuda.Stream:
         """A stream of torch's pool: it is never destroyed, so ask once and keep it."""
@@ -150,8 +171,13 @@ class CudaAccelerator(Accelerator):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         # Both flat uint8: one cudaMemcpyAsync, no kernel. `copy_` keeps neither tensor alive until the copy is over;
         # whoever queued it holds both until an event behind it has passed.
-        with torch.cuda.stream(stream):
+        # This is `with torch.cuda.stream(stream)` without its checks, which cost ten times as much as the copy itself.
+        live = torch._C._cuda_getCurrentStream(self._index)
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
             dst.copy_(src, non_blocking=True)
+        finally:
+            torch._C._cuda_setStream(*live)
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Raises RuntimeError if the driver refuses, for example beyond the limit on locked memory."""
@@ -211,7 +237,8 @@ def _watch_allocator(index: int) -> tuple[_Watch, bool]:
         )
     except (SettingError, RuntimeError, OSError, ImportError) as error:
         reason = str(error).strip().splitlines()[-1]
-        say(f"cuda:{index}: no allocator hook, evicting ahead; interval peaks are lower bounds ({reason})", every_rank=True)
+        consequence = "no allocator hook, evicting ahead; interval peaks are lower bounds"
+        say(f"cuda:{index}: {consequence} ({reason})", every_rank=True)
         return _StatisticsOnly(index), False
     reason = f"{OOM_HOOK}=0"
     if setting == "1":
@@ -225,8 +252,8 @@ def _watch_allocator(index: int) -> tuple[_Watch, bool]:
             say(f"cuda:{index}: out-of-memory is caught in the allocator (hook installed, self-test passed)")
             return guard, True
     guard.track(index)
-    say(f"cuda:{index}: no allocator hook, evicting ahead; interval peaks from the allocator's trace ({reason})",
-        every_rank=setting == "1")
+    consequence = "no allocator hook, evicting ahead; interval peaks from the allocator's trace"
+    say(f"cuda:{index}: {consequence} ({reason})", every_rank=setting == "1")
     return guard, False
 
 
