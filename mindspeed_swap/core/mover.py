@@ -90,8 +90,9 @@ class Mover:
             self._wait(Wait.OFFLOAD_AFTER_COMPUTE, self._d2h, accelerator.record(saved.stream))
             accelerator.copy(block.tensor, flat_bytes(storage), self._d2h)
             saved.copied = accelerator.record(self._d2h)
-        except BaseException:
-            self.pool.free(block, accelerator.record(self._d2h))
+        except BaseException:  # perhaps after the copy was queued
+            saved.copied = accelerator.record(self._d2h)
+            self.pool.free(block, saved.copied)
             raise
         saved.block = block
         self._move(saved, State.LEAVING)

@@ -261,3 +261,73 @@ def test_two_saved_tensors_on_one_storage(sim):
     assert freed == [4 * SIZE * SIZE] * 2 and not handles[1].saved.held_elsewhere()
     for handle in handles:
         assert torch.equal(manager._unpack(handle).view(SIZE, SIZE), expected)
+
+
+def test_in_place_operations_of_the_forward(sim):
+    """Saved after they wrote, on the whole and on views."""
+    leaf = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def body(layer):
+        with layer(1):
+            x = (leaf * 2.0).mul_(3.0)
+            x[2:9].sub_(1.0)
+            x[:, ::2].mul_(leaf[:, 1::2].cos())
+            y = x.sin() + (x * 1.0).tanh_()
+            y[4:6].sigmoid_()
+            del x
+        with layer(2):
+            z = y.relu() + 0.0
+            z[0] = y[1] * y[2]
+            del y
+        with layer(3):
+            return z.square().sum()
+
+    check_swapped(body, [leaf], sim)
+
+
+class Accumulates(torch.autograd.Function):
+    """Marks its input as changed in place and saves it afterwards."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        x.add_(y)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x, y)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * x, grad * y
+
+
+def test_a_function_that_changes_its_input(sim):
+    leaf = torch.randn(SIZE, SIZE, requires_grad=True)
+
+    def body(layer):
+        with layer(1):
+            out = Accumulates.apply(leaf * 2.0, leaf * 3.0)
+        with layer(2):
+            return out.sin().sum()
+
+    check_swapped(body, [leaf], sim)
+
+
+def test_compiled_regions(sim):
+    """One compilation: hooks that are switched on or off must not cause another, nor change a bit."""
+    leaf = torch.randn(SIZE, SIZE, requires_grad=True)
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(graph)
+        return graph.forward
+
+    def body(layer):
+        with layer(1):
+            hidden = compiled(leaf * 2.0)
+        with layer(2):
+            return hidden.sum()
+
+    compiled = torch.compile(lambda x: x.sin() * x.cos(), backend=backend)
+    check_swapped(body, [leaf], sim)
+    assert len(compilations) == 1
