@@ -36,6 +36,7 @@ class Mover:
         self.bytes_in: dict[State, int] = dict.fromkeys(State, 0)
         self.observers: list[Observer] = []
         self.leaving: dict[int, SavedTensor] = {}  # by serial
+        self.gave_up = False  # device memory, since the manager last set this to False
         self._lock = lock
         self._skip_waits = skip_waits
         self._d2h, self._h2d = accelerator.new_stream(), accelerator.new_stream()
@@ -89,8 +90,9 @@ class Mover:
             self._wait(Wait.OFFLOAD_AFTER_COMPUTE, self._d2h, accelerator.record(saved.stream))
             accelerator.copy(block.tensor, flat_bytes(storage), self._d2h)
             saved.copied = accelerator.record(self._d2h)
-        except BaseException:
-            self.pool.free(block, accelerator.record(self._d2h))
+        except BaseException:  # perhaps after the copy was queued
+            saved.copied = accelerator.record(self._d2h)
+            self.pool.free(block, saved.copied)
             raise
         saved.block = block
         self._move(saved, State.LEAVING)
@@ -103,6 +105,7 @@ class Mover:
         self._wait(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied)
         saved.drop_device()
         self._move(saved, State.HOST)
+        self.gave_up = True
         if self.recorder:
             self.recorder.left(saved)
         self.stats.offloaded_bytes += saved.nbytes
@@ -121,6 +124,7 @@ class Mover:
             self._wait(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded)
             saved.buffer = None
             self._move(saved, State.HOST)
+            self.gave_up = True
             if self.recorder:
                 self.recorder.left(saved)
             return saved.nbytes

@@ -229,6 +229,7 @@ class SwapManager:
         recorder = self._mover.recorder
         if recorder or self.on_interval:
             interval = self.accelerator.take_interval()
+            self._mover.gave_up = False
             if recorder:
                 with self._lock:  # it looks at use counts of storages that another thread could give up meanwhile
                     recorder.point(position, interval)
@@ -242,10 +243,17 @@ class SwapManager:
             if saved is not None:
                 with self._lock:
                     self._mover.release(saved, planned=True)
+        self._begin_interval()
         for key in self._prefetches.pop(position, ()):
             saved = self._by_key.get(key)
             if saved is not None and saved.state is State.HOST:
                 self._prefetch(saved)
+
+    def _begin_interval(self) -> None:
+        """An interval begins after its point has given memory up: what was there before is not part of its peak."""
+        if self._mover.gave_up and (self._mover.recorder or self.on_interval):
+            self.accelerator.take_interval()
+        self._mover.gave_up = False
 
     def _prefetch(self, saved: SavedTensor) -> None:
         if self.accelerator.compute_stream() != saved.stream:  # memory of this stream would be read on that one
@@ -266,6 +274,7 @@ class SwapManager:
                 due = saved.release
                 if due is not None and due[:3] == (FORWARD, scope.microbatch, scope.chunk):
                     self._mover.release(saved, planned=True)
+        self._begin_interval()
 
     # ---- the end of a saved tensor
     def _drain(self) -> int:

@@ -14,7 +14,7 @@ from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.swap_manager import SwapManager
-from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
@@ -41,7 +41,7 @@ _pools: list[HostPool] = []
 
 
 def close_pools() -> None:
-    """After each test, by conftest: memory that is unmapped while it is registered would be written to by late copies."""
+    """After each test, by conftest: late copies would write to memory that is unmapped while it is registered."""
     while _pools:
         _pools.pop().close()
 
@@ -86,7 +86,9 @@ def run_step(
         del loss
     stats, trace = manager.end_step() if manager is not None else (StepStats(), None)
     peak_bytes = device.max_memory_allocated()
-    grads = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+    with device.host_memory():  # takes no room from the next step
+        losses = [loss.clone() for loss in losses]
+        grads = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
     return Outcome(losses, grads, stats, trace, peak_bytes)
 
 
@@ -231,3 +233,9 @@ def capture(function: Callable[..., object], *arguments: object) -> BaseExceptio
     except Exception as error:
         return error
     return None
+
+
+def plan_everything(count: int, nbytes: int) -> Plan:
+    """For tensors packed outside all layers: released at the end of forward, read on demand."""
+    end, never = Position(FORWARD, 0, 0, OUTSIDE, EXIT), Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT)
+    return Plan(MODEL, 0, tuple(Swap(Key(0, 0, OUTSIDE, ordinal), nbytes, end, never) for ordinal in range(count)))

@@ -16,7 +16,7 @@ from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, Key, Position
 from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.sim import device
 
-NUMBERS = 256 << 10  # 1 MiB
+NUMBERS = 512 << 10  # 2 MiB: the simulated link moves a MiB at a time, so that the last is read late
 SLOW, FAST = 0.02, 0.0  # 10^9 bytes per second: 50 ms per MiB; 0 is as fast as memory
 NOT_SHOWN = {Wait.OFFLOAD_AFTER_COMPUTE, Wait.LOAD_AFTER_COMPUTE}
 END = Position(FORWARD, 0, 0, OUTSIDE, EXIT)
@@ -94,7 +94,8 @@ def slab_after_copy(waits) -> bool:
     device.synchronize()
     accelerator.ahead = True
     back = manager._unpack(first)  # the copy back is queued, and read only later
-    (second,) = save(manager, on_device(2))
+    with manager.forward(1):  # not in the plan
+        second = manager._pack(on_device(2))
     manager._mover.offload(second.saved)
     assert second.saved.block is not None
     accelerator.catch_up()

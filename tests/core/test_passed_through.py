@@ -1,0 +1,101 @@
+"""Tensors that are not ours to move are passed through, with the right gradients."""
+import numpy
+import pytest
+import torch
+from swapping import assert_equal_bits, assert_nothing_left, assert_same, new_manager, run_step
+
+from mindspeed_swap.core.saved_tensor import Passed
+from mindspeed_swap.sim import device
+
+SIZE = 32
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def host_tensor():
+    with device.host_memory():
+        return torch.randn(SIZE, SIZE)
+
+
+def named():
+    return torch.randn(SIZE, SIZE).refine_names("a", "b")
+
+
+ODD = {
+    "sparse coo": lambda: torch.randn(SIZE, SIZE).relu().to_sparse(),
+    "sparse csr": lambda: torch.randn(SIZE, SIZE).relu().to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(SIZE, 3), torch.randn(SIZE, 5)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(9, 64), torch.randn(7, 64)], layout=torch.jagged),
+    "conj": lambda: torch.randn(SIZE, SIZE, dtype=torch.complex64).conj(),
+    "neg": lambda: torch.randn(SIZE, SIZE, dtype=torch.complex64).conj().imag,
+    "quantized": lambda: torch.quantize_per_tensor(torch.randn(SIZE, SIZE), 0.1, 0, torch.qint32),
+    "named": named,
+    "zero bytes": lambda: torch.empty(0, SIZE),
+    "meta": lambda: torch.empty(SIZE, SIZE, device="meta"),
+    "host": host_tensor,
+    "numpy": lambda: torch.from_numpy(numpy.random.default_rng(0).random((SIZE, SIZE))),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(SIZE, SIZE)),
+    "view of a parameter": lambda: torch.nn.Parameter(torch.randn(SIZE, SIZE)).t(),
+    "leaf": lambda: torch.randn(SIZE, SIZE, requires_grad=True),
+    "subclass": lambda: torch.randn(SIZE, SIZE).as_subclass(Sub),
+    "small": lambda: torch.randn(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ODD)
+def test_refused_and_handed_back(sim, name):
+    manager = new_manager(sim, min_bytes=0 if name == "zero bytes" else 1024)
+    tensor = ODD[name]()
+    with manager.forward(0):
+        packed = manager._pack(tensor)
+    assert isinstance(packed, Passed)
+    assert set(manager.bytes_in.values()) == {0}
+    assert manager.evict(1 << 40) == 0
+    found = manager._unpack(packed)
+    assert (found is tensor) == (name == "parameter")  # whose attributes some backward functions need
+    assert type(found) is type(tensor)
+    assert (found.layout, found.dtype, found.device) == (tensor.layout, tensor.dtype, tensor.device)
+    assert found._version == tensor._version
+    if name in ("conj", "neg"):
+        assert (found.is_conj(), found.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+        assert_equal_bits(found, tensor)
+    if name == "named":
+        assert found.names == tensor.names
+
+
+def test_a_parameter_keeps_its_attributes_where_autograd_lets_it(sim):
+    weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
+    weight.main_grad = torch.zeros(SIZE, SIZE)
+    manager = new_manager(sim)
+    with manager.forward(0):
+        packed = manager._pack(weight)
+    assert manager._unpack(packed).main_grad is weight.main_grad
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_through_what_is_passed(sim):
+    leaf = torch.randn(SIZE, SIZE, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
+    adjacency = torch.randn(SIZE, SIZE).relu().to_sparse()
+    foreign = torch.from_numpy(numpy.random.default_rng(0).random((SIZE, SIZE)).astype("float32"))
+    host = host_tensor()
+
+    def body(layer):
+        with layer(1):
+            hidden = torch.sparse.mm(adjacency, leaf * 2.0) * foreign * host
+            complex_ = torch.complex(hidden, hidden.sin())
+            product = (complex_.conj() @ complex_.t()).imag * complex_.conj().imag
+        with layer(2):
+            tail = (product.as_subclass(Sub) * weight.t()).as_subclass(torch.Tensor)
+            return tail.sum() + (product[:0] * 2.0).sum() + product[0, 0].exp()
+
+    plain = run_step(body, [leaf, weight])
+    manager = new_manager(sim)
+    manager.on_interval = lambda interval: manager.evict(1 << 40)
+    outcome = run_step(body, [leaf, weight], manager)
+    assert outcome.stats.evictions > 0
+    assert_same(outcome, plain)
+    assert_nothing_left(manager)
