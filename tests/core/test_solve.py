@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_swap.core.plan import Plan, Swap
-from mindspeed_swap.core.simulate import NEGLIGIBLE_MS, memory_curve, place, plain_step_ms, run_lanes, simulate
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, run_lanes
+from mindspeed_swap.core.simulate import memory_curve, place, plain_step_ms, simulate
 from mindspeed_swap.core.solve import Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.core.windows import View
