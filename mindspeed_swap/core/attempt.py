@@ -26,7 +26,13 @@ PRUNE_WORK = 4_000_000
 # A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.
 COPY_BYTES = 500_000
 
-_UNKNOWN = float("inf")
+Rank = tuple[float, int]  # extra ms, bytes moved (and so many more per copy)
+_UNKNOWN: Rank = float("inf"), 0
+
+
+def _better(one: Rank, other: Rank) -> bool:
+    faster = other[0] - one[0]
+    return faster > NEGLIGIBLE_MS or (faster > -NEGLIGIBLE_MS and one[1] < other[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,7 @@ class Attempt:
         self.stage = stage
         self.target = target
         self.least = min(corner.peak for corner in corners)
-        self.extra_ms = _UNKNOWN
-        self._moved = 0
+        self._rank = _UNKNOWN
         self._tries = max(1, SEARCH_WORK // (len(stage.plain.keep) + 2 * len(stage.plain.jobs)))
         self._large = self._tries == 1
         self._compares = bool(stage.modules) or not self._large  # else the one choice is taken unjudged: half the work
@@ -70,41 +75,42 @@ class Attempt:
                 if not corner.placed or not self._large:
                     self._take(corner.flags, corner.placed, corner.curve)
             self._recompute()
-            self._climb()
+            self._search()
         self._prune()
         self.peak = max(self.curve)
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def _look(self, flags: tuple[bool, ...], wanted: set[int]) -> float:
-        """Take this choice if it fits and is better. Returns its extra time."""
+    def _look(self, flags: tuple[bool, ...], wanted: set[int]) -> Rank:
+        """Take this choice if it fits and is better."""
         self._tries -= 1
         scene = self.stage.scene(flags)
         placed = scene.lay_out(self.target, wanted)
         curve = scene.curve(placed)
         return self._take(flags, placed, curve) if max(curve) <= self.target else _UNKNOWN
 
-    def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> float:
-        trace = self.stage.trace
-        extra_ms, moved = self.extra_ms, self._moved
+    def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
+        trace, rank = self.stage.trace, self._rank
         if self._compares:
-            extra_ms = run_lanes(trace, placed, self.stage.members(flags)).extra_ms
             moved = sum(trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
-            slower = extra_ms - self.extra_ms
-            if slower > NEGLIGIBLE_MS or (slower > -NEGLIGIBLE_MS and moved >= self._moved):
-                return extra_ms
-        self.flags, self.placed, self.curve = flags, placed, curve
-        self.extra_ms, self._moved = extra_ms, moved
-        return extra_ms
+            rank = run_lanes(trace, placed, self.stage.members(flags)).extra_ms, moved
+            if not _better(rank, self._rank):
+                return rank
+        self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
+        return rank
+
+    @property
+    def extra_ms(self) -> float:
+        return self._rank[0]
 
     # -- swap and recompute -------------------------------------------------------------------------------------------
 
     def _swap(self, flags: tuple[bool, ...]) -> float:
         """Several ways to swap with these modules. Returns the least extra time among them."""
         choices = self.stage.scene(flags).choices(self.target, self.least, int(self._large))
-        best = _UNKNOWN
+        best = _UNKNOWN[0]
         for wanted in islice(choices, 1 if self._large else None):
-            best = min(best, self._look(flags, wanted))
+            best = min(best, self._look(flags, wanted)[0])
             if self.extra_ms <= NEGLIGIBLE_MS:
                 break
         return best
@@ -131,31 +137,41 @@ class Attempt:
             else:
                 high = k - 1
 
-    def _climb(self) -> None:
-        """Add, drop or exchange single tensors and modules while that helps and tries last."""
+    def _search(self) -> None:
+        """Climb from the best so far, from everything, and from everything but one tensor of the best."""
+        stage = self.stage
+        everything = {job.record for job in stage.plain.jobs}
+        placed = {item.record for item in self.placed}
+        starts = [(self.flags, placed), (stage.nothing, everything), (stage.full, everything)]
+        starts += [(self.flags, everything - {number}) for number in sorted(placed)]
+        for flags, wanted in starts:
+            if self._tries > 0:
+                self._climb(flags, wanted)
+
+    def _climb(self, flags: tuple[bool, ...], wanted: set[int]) -> None:
+        """From a choice on add, drop or exchange single tensors and modules while that helps and tries last."""
         stage = self.stage
         items = [(False, job.record) for job in stage.plain.jobs] + [(True, m) for m in range(len(stage.modules))]
-        improved = True
+        here, improved = self._look(flags, wanted), True
         while improved:
             improved = False
-            for pair in chain(((item, item) for item in items), combinations(items, 2)):
+            for one, other in chain(((item, None) for item in items), combinations(items, 2)):
                 if self._tries <= 0 or self.extra_ms <= NEGLIGIBLE_MS:
                     return
-                before = self.extra_ms, self._moved
-                wanted = {item.record for item in self.placed}
-                chosen = Chosen(stage.modules, self.flags)
-                on = [chosen.flags[n] if is_module else n in wanted for is_module, n in pair]
-                if pair[0] != pair[1] and on[0] == on[1]:
+                on = [flags[n] if is_module else n in wanted for is_module, n in (one, other or one)]
+                if other and on[0] == on[1]:
                     continue
-                for (is_module, n), was in zip(pair[: 1 + (pair[0] != pair[1])], on, strict=False):
+                changed, modules = set(wanted), Chosen(stage.modules, flags)
+                for (is_module, n), was in zip((one, other) if other else (one,), on, strict=False):
                     if not is_module:
-                        wanted.symmetric_difference_update({n})
+                        changed ^= {n}
                     elif not was:
-                        chosen.add(n)
-                    elif chosen.flags[n]:  # the other of the pair may have replaced it
-                        chosen.remove(n)
-                self._look(tuple(chosen.flags), wanted)
-                improved |= (self.extra_ms, self._moved) != before
+                        modules.add(n)
+                    elif modules.flags[n]:  # the other one may have replaced it
+                        modules.remove(n)
+                rank = self._look(tuple(modules.flags), changed)
+                if _better(rank, here):
+                    flags, wanted, here, improved = tuple(modules.flags), changed, rank, True
 
     # -- pruning ------------------------------------------------------------------------------------------------------
 

@@ -62,8 +62,8 @@ class _Lane:
 
 def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
     """Add to ``chosen`` until memory fits in every interval. ``over[i]`` is what interval ``i`` holds above the target
-    when nothing is swapped (bytes, negative when it fits). Of a grade takes the furthest next use first (Belady: it serves
-    the longest), and those whose copy finds idle time before those that make compute wait."""
+    when nothing is swapped (bytes, negative when it fits). Of a grade takes the furthest next use first (Belady:
+    it serves the longest), and those whose copy finds idle time before those that make compute wait."""
     lane = _Lane()
     rate, times, nbytes = view.rate, view.times, view.nbytes
     start, until, easy, copy_ms, rank = view.start, view.until, view.easy, view.copy_ms, view.rank

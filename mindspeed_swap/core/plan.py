@@ -82,9 +82,11 @@ class Plan:
                 None if value is None else build(Prediction, value, where, peak_bytes=_peaks)
             ),
         )
-        for name, all_keys in (("swaps", [s.key for s in plan.swaps]), ("recomputes", [r.key for r in plan.recomputes])):
+        swapped, again = [swap.key for swap in plan.swaps], [recompute.key for recompute in plan.recomputes]
+        named: Any
+        for name, named in (("swaps", swapped), ("recomputes", again)):
             seen: set[Any] = set()
-            for i, key in enumerate(all_keys):
+            for i, key in enumerate(named):
                 if key in seen:
                     raise ValueError(f"damaged plan: {name}[{i}]: {tuple(key)} is there twice")
                 seen.add(key)

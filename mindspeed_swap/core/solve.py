@@ -111,7 +111,7 @@ class _Solver:
         target far above the budget need a plan: pruning leaves less room than the largest thing that is moved."""
         low, high = self.least.peak, max(self.keep)
         sizes = [job.nbytes for job in self.stage.plain.jobs] + [m.freed_bytes for m in self.stage.modules]
-        spare = max(sizes)
+        spare = max(sizes, default=0)
         full = next((corner.peak for corner in self.corners if not corner.placed and low < corner.peak < high), None)
         taken = [low]
         for depth in range(TREE_DEPTH):

@@ -106,9 +106,6 @@ class StepTrace:
     static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
     d2h_bytes_per_ms: float  # with nothing else on the link
     h2d_bytes_per_ms: float
-    d2h_both_bytes_per_ms: float = 0.0  # while the other direction is busy too; 0: not measured, as above
-    h2d_both_bytes_per_ms: float = 0.0
-    copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
     step_ms: float = 0.0
     held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
     has_optimizer_state: bool = False
@@ -116,6 +113,9 @@ class StepTrace:
     saved: list[SavedRecord] = field(default_factory=list)
     modules: list[ModuleRecord] = field(default_factory=list)
     evicted_bytes: int = 0  # moved under memory pressure while recording
+    d2h_both_bytes_per_ms: float = 0.0  # while the other direction is busy too; 0: not measured, as alone
+    h2d_both_bytes_per_ms: float = 0.0
+    copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
     version: int = TRACE_VERSION
 
     def base_bytes(self, index: int) -> int:
@@ -147,8 +147,9 @@ class StepTrace:
         known = {record.key for record in trace.saved}
         if len(known) != len(trace.saved):
             raise ValueError("damaged trace: saved: one key names two records")
+        names_of_saved = ("saved", "last_use", "sole", "first_read", "died")
         indices = [
-            *((f"saved[{i}]", r, ("saved", "last_use", "sole", "first_read", "died")) for i, r in enumerate(trace.saved)),
+            *((f"saved[{i}]", r, names_of_saved) for i, r in enumerate(trace.saved)),
             *((f"modules[{i}]", m, ("begin", "end")) for i, m in enumerate(trace.modules)),
         ]
         for where, item, names in indices:
