@@ -21,6 +21,11 @@ from mindspeed_swap.core.windows import RangeMin, link_rates
 SEARCH_WORK = 100_000
 # Sets of modules tried per target: at least, and one in so many tries.
 FEWEST_SETS, TRIES_PER_SET = 2, 20
+# What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
+# still missing shows, and the next module may be of a kind that costs far more.
+FIRST_PACE = 0.9
+# With fewer tries there is no search.
+FEWEST_TRIES = 20
 # Points visited by dropping single tensors, per target.
 PRUNE_WORK = 4_000_000
 # A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.
@@ -56,6 +61,15 @@ def corners(stage: Stage) -> list[Corner]:
     return found
 
 
+def _tries(stage: Stage) -> int:
+    return max(1, SEARCH_WORK // (len(stage.plain.keep) + 2 * len(stage.plain.jobs)))
+
+
+def is_large(stage: Stage) -> bool:
+    """Each try takes so long that one way to choose has to do, and no search follows."""
+    return _tries(stage) < FEWEST_TRIES
+
+
 class Attempt:
     """Least extra time, then fewest bytes moved and fewest copies. Of ``corners`` one must fit into ``target``."""
 
@@ -64,18 +78,19 @@ class Attempt:
         self.target = target
         self.least = min(corner.peak for corner in corners)
         self._rank = _UNKNOWN
-        self._tries = max(1, SEARCH_WORK // (len(stage.plain.keep) + 2 * len(stage.plain.jobs)))
-        self._large = self._tries == 1
+        self._tries = _tries(stage)
+        self._large = is_large(stage)
         self._compares = bool(stage.modules) or not self._large  # else the one choice is taken unjudged: half the work
         fitting = [corner for corner in corners if corner.peak <= target]
         self.flags, self.placed, self.curve = fitting[0].flags, fitting[0].placed, fitting[0].curve
-        self._swap(stage.nothing)
+        alone = self._swap(stage.nothing)
         if self._compares and self.extra_ms > NEGLIGIBLE_MS:
             for corner in fitting:
                 if not corner.placed or not self._large:
                     self._take(corner.flags, corner.placed, corner.curve)
-            self._recompute()
-            self._search()
+            self._recompute(alone)
+            if not self._large:
+                self._search()
         self._prune()
         self.peak = max(self.curve)
 
@@ -115,24 +130,28 @@ class Attempt:
                 break
         return best
 
-    def _recompute(self) -> None:
-        """First parts of the price order: each of them if they are few, else where the waits that are left point to."""
+    def _recompute(self, wait_ms: float) -> None:
+        """First parts of the price order: each of them if they are few, else where the waits that are left point to.
+        ``wait_ms``: that of swap alone."""
         stage, count = self.stage, len(self.stage.order)
         sets = max(FEWEST_SETS, self._tries // TRIES_PER_SET)
         gained = [0, *accumulate(nbytes for _, nbytes in stage.order)]
-        rate = link_rates(stage.trace)[0]
-        low, high, wait_ms = 0, count, self.extra_ms
+        low, high = 0, count
+        pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
         for k in range(1, sets + 1):
             if low >= high:
                 break
             if count > sets:
                 if wait_ms > NEGLIGIBLE_MS:
-                    k = max(low + 1, min(high, bisect_left(gained, gained[low] + wait_ms * rate)))
+                    k = max(low + 1, min(high, bisect_left(gained, gained[low] + wait_ms * pace)))
                 else:
                     k = (low + high + 1) // 2
             flags = stage.first(k)
-            wait_ms = self._swap(flags) - sum(module.record.forward_ms for module in stage.members(flags))
+            before, wait_ms = wait_ms, self._swap(flags)
+            wait_ms -= sum(module.record.forward_ms for module in stage.members(flags))
             if count <= sets or wait_ms > NEGLIGIBLE_MS:
+                if wait_ms < before < _UNKNOWN[0]:
+                    pace = (gained[k] - gained[low]) / (before - wait_ms)
                 low = k
             else:
                 high = k - 1
@@ -143,10 +162,10 @@ class Attempt:
         everything = {job.record for job in stage.plain.jobs}
         placed = {item.record for item in self.placed}
         starts = [(self.flags, placed), (stage.nothing, everything), (stage.full, everything)]
-        starts += [(self.flags, everything - {number}) for number in sorted(placed)]
-        for flags, wanted in starts:
-            if self._tries > 0:
-                self._climb(flags, wanted)
+        for flags, wanted in chain(starts, ((self.flags, everything - {number}) for number in sorted(placed))):
+            if self._tries <= 0:
+                break
+            self._climb(flags, wanted)
 
     def _climb(self, flags: tuple[bool, ...], wanted: set[int]) -> None:
         """From a choice on add, drop or exchange single tensors and modules while that helps and tries last."""

@@ -15,6 +15,8 @@ from mindspeed_swap.core.trace import Key, SavedRecord, StepTrace
 # Waits below this are rounding of floating-point sums, not waits.
 NEGLIGIBLE_MS = 1e-6
 _NEVER = float("inf")
+# What happens at one point, in this order.
+_RELEASE, _PREFETCH, _READ, _RUN, _SAVE = range(5)
 
 
 class Copy(NamedTuple):
@@ -131,46 +133,35 @@ def run_lanes(trace: StepTrace, placed: Sequence[Placed], modules: Iterable[Modu
         raise ValueError("the trace has no measured bandwidth; record a step first")
     modules = list(modules)
     needed = first_reads(trace, modules)
-    releases: dict[int, list[int]] = {}
-    prefetches: dict[int, list[int]] = {}
-    saves: dict[int, list[int]] = {}
-    reads: dict[int, list[int]] = {}
-    spent: dict[int, float] = {}
-    for module in modules:
-        spent[module.run] = spent.get(module.run, 0.0) + module.record.forward_ms
+    events = [(module.run, _RUN, m) for m, module in enumerate(modules)]  # in the order of a point
     for slot, (number, release, prefetch) in enumerate(placed):
         record = trace.saved[number]
         read = needed.get(number, record.first_read)
-        saves.setdefault(record.saved, []).append(slot)
-        releases.setdefault(release, []).append(slot)
-        prefetches.setdefault(load_index(record, read, release, prefetch), []).append(slot)
+        events.append((record.saved, _SAVE, slot))
+        events.append((release, _RELEASE, slot))
+        events.append((load_index(record, read, release, prefetch), _PREFETCH, slot))
         if read is not None:
-            reads.setdefault(read, []).append(slot)
+            events.append((read, _READ, slot))
+    events.sort()
     keys = [trace.saved[number].key for number, _, _ in placed]
     link = _Link(trace, [trace.saved[number].nbytes for number, _, _ in placed])
     out, back = link.out, link.back
+    points = trace.points
     stall = recompute = 0.0
     stalls: list[Stall] = []
-    for i in sorted({*saves, *releases, *prefetches, *reads, *spent}):
-        now = trace.points[i].time_ms + stall + recompute
-        for slot in releases.get(i, ()):
-            wait = link.end(out, slot) - now
+    for i, event, k in events:
+        now = points[i].time_ms + stall + recompute
+        if event == _PREFETCH:
+            link.add(back, k, now)
+        elif event == _SAVE:
+            link.add(out, k, now)
+        elif event == _RUN:
+            recompute += modules[k].record.forward_ms
+        else:
+            wait = link.end(out if event == _RELEASE else back, k) - now
             if wait > NEGLIGIBLE_MS:
-                stalls.append(Stall(keys[slot], i, wait, "release"))
+                stalls.append(Stall(keys[k], i, wait, "release" if event == _RELEASE else "read"))
                 stall += wait
-                now += wait
-        for slot in prefetches.get(i, ()):
-            link.add(back, slot, now)
-        for slot in reads.get(i, ()):
-            wait = link.end(back, slot) - now
-            if wait > NEGLIGIBLE_MS:
-                stalls.append(Stall(keys[slot], i, wait, "read"))
-                stall += wait
-                now += wait
-        recompute += spent.get(i, 0.0)
-        now += spent.get(i, 0.0)
-        for slot in saves.get(i, ()):
-            link.add(out, slot, now)
     while link.out.queue or link.back.queue:
         link._complete()
     d2h, h2d = ([Copy(keys[k], lane.start[k], lane.end[k]) for k in lane.done] for lane in (out, back))

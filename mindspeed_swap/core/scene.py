@@ -7,14 +7,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from operator import add
 
 from mindspeed_swap.core.choose import choose
 from mindspeed_swap.core.lanes import Placed
 from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
-from mindspeed_swap.core.simulate import host_peak, memory_curve
+from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
 from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.core.windows import View, Window, link_rates, windows
+from mindspeed_swap.core.windows import View, Window, link_rates, windows, windows_left
 
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
@@ -25,14 +26,13 @@ MAX_SCENES = 256
 
 class Scene:
     def __init__(
-        self, trace: StepTrace, modules: Sequence[Module], allowed: set[int] | None, last_resort: set[int]
+        self, trace: StepTrace, keep: list[int], jobs: list[Window], modules: Sequence[Module], last_resort: set[int]
     ) -> None:
-        """``allowed``: numbers of the records that may be swapped, None for all."""
+        """``keep``: the memory curve with nothing swapped. ``last_resort``: see ``View``."""
         self.trace = trace
+        self.keep = keep
+        self.jobs = jobs
         self.modules = modules
-        self.keep = memory_curve(trace, (), modules)
-        jobs = windows(trace, modules)
-        self.jobs: list[Window] = [job for job in jobs if allowed is None or job.record in allowed]
         self._last_resort = last_resort
         self._views: tuple[View, View] | None = None
 
@@ -102,23 +102,28 @@ class Stage:
         self.order = by_price(self.modules)
         everything = {id(module) for module in full_recompute(self.modules)}
         self.full = tuple(id(module) in everything for module in self.modules)
-        self._allowed: set[int] | None = None if swap else set()
-        if swap and host_budget is not None:
-            self._allowed = _fitting(trace, host_budget)
+        jobs = windows(trace) if swap else []
+        if host_budget is not None:
+            jobs = _fitting(trace, jobs, host_budget)
         # What is cheaper to recompute than to wait for leaves the lanes to the rest.
         price = 1.0 / max(link_rates(trace)[0], 1e-9)
         cheap = (module for module in self.modules if module.record.forward_ms < price * module.freed_bytes)
         self._cheap = {number for module in cheap for number in module.frees}
         self._scenes: dict[tuple[bool, ...], Scene] = {}
-        self.plain = self.scene(self.nothing)
+        self.plain = self._scenes[self.nothing] = Scene(trace, memory_curve(trace, ()), jobs, (), set())
 
     def scene(self, flags: tuple[bool, ...]) -> Scene:
         found = self._scenes.get(flags)
         if found is None:
             if len(self._scenes) >= MAX_SCENES:
-                self._scenes.clear()
-            last_resort = self._cheap if any(flags) else set()
-            found = self._scenes[flags] = Scene(self.trace, self.members(flags), self._allowed, last_resort)
+                self._scenes = {self.nothing: self.plain}
+            trace, plain, modules = self.trace, self.plain, self.members(flags)
+            delta = [0] * (len(plain.keep) + 1)
+            for i, change in recompute_changes(trace, modules):
+                delta[i] += change
+            keep = list(map(add, plain.keep, accumulate(delta)))
+            jobs = windows_left(trace, plain.jobs, modules)
+            found = self._scenes[flags] = Scene(trace, keep, jobs, modules, self._cheap)
         return found
 
     def members(self, flags: Iterable[bool]) -> list[Module]:
@@ -132,10 +137,12 @@ class Stage:
         return tuple(chosen.flags)
 
 
-def _fitting(trace: StepTrace, host_budget: int) -> set[int]:
-    """As many records as the host has room for, longest windows first."""
+def _fitting(trace: StepTrace, jobs: list[Window], host_budget: int) -> list[Window]:
+    """As many as the host has room for, longest absences first."""
+    if not jobs:
+        return jobs
     times = [point.time_ms for point in trace.points]
-    jobs = sorted(windows(trace), key=lambda job: times[job.release] - times[job.prefetch])
-    placed = [Placed(job.record, job.release, job.prefetch) for job in jobs]
+    order = sorted(jobs, key=lambda job: times[job.release] - times[job.prefetch])
+    placed = [Placed(job.record, job.release, job.prefetch) for job in order]
     count = bisect_right(range(len(jobs)), host_budget, key=lambda k: host_peak(trace, placed[: k + 1]))
-    return {job.record for job in jobs[:count]}
+    return sorted(order[:count], key=lambda job: job.record)

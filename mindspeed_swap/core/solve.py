@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindspeed_swap.core.attempt import Attempt, Corner, corners
+from mindspeed_swap.core.attempt import Attempt, Corner, corners, is_large
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
 from mindspeed_swap.core.recompute import Module, full_recompute, modules_of
@@ -112,10 +112,11 @@ class _Solver:
         low, high = self.least.peak, max(self.keep)
         sizes = [job.nbytes for job in self.stage.plain.jobs] + [m.freed_bytes for m in self.stage.modules]
         spare = max(sizes, default=0)
+        finest = max(1, spare // 2) if is_large(self.stage) else 1
         full = next((corner.peak for corner in self.corners if not corner.placed and low < corner.peak < high), None)
         taken = [low]
         for depth in range(TREE_DEPTH):
-            if high - low <= 1:
+            if high - low <= finest:
                 break
             first = depth == 0 and full is not None
             target = full if first and full is not None else (low + high) // 2

@@ -35,28 +35,50 @@ class Window:
     read: int
 
 
-def windows(trace: StepTrace, modules: Sequence[Module] = ()) -> list[Window]:
-    """Every candidate when ``modules`` are recomputed, in the order of ``trace.saved``. Acts only at points that are
-    the first of their position: that is where the manager acts."""
-    index = position_index(trace)
-    acts = [index[point.position] == i for i, point in enumerate(trace.points)]
-    freed = {number for module in modules for number in module.frees}
-    needed = first_reads(trace, modules)
+def windows(trace: StepTrace) -> list[Window]:
+    """Every candidate, in the order of ``trace.saved``. Acts only at points that are the first of their position: that
+    is where the manager acts."""
+    acts = _acts(trace)
     found: list[Window] = []
     for number, record in enumerate(trace.saved):
-        if number in freed or not is_candidate(record):
+        if not is_candidate(record):
             continue
         assert record.sole is not None and record.first_read is not None
-        read = needed.get(number, record.first_read)
         release = max(record.last_use + 1, record.sole, record.saved + 1)
-        prefetch = min(read - 1, len(trace.points) - 1)
+        prefetch = min(record.first_read - 1, len(trace.points) - 1)
         while release < prefetch and not acts[release]:
             release += 1
         while release < prefetch and not acts[prefetch]:
             prefetch -= 1
         if release < prefetch:
-            found.append(Window(number, record.nbytes, record.saved, release, prefetch, read))
+            found.append(Window(number, record.nbytes, record.saved, release, prefetch, record.first_read))
     return found
+
+
+def windows_left(trace: StepTrace, jobs: list[Window], modules: Sequence[Module]) -> list[Window]:
+    """Those of ``jobs`` that are left, and as long as they are left, when ``modules`` are recomputed."""
+    freed = {number for module in modules for number in module.frees}
+    needed = first_reads(trace, modules)
+    acts = _acts(trace) if needed else []
+    found: list[Window] = []
+    for job in jobs:
+        if job.record in freed:
+            continue
+        read = needed.get(job.record)
+        if read is not None:
+            prefetch = min(job.prefetch, read - 1)
+            while job.release < prefetch and not acts[prefetch]:
+                prefetch -= 1
+            if job.release >= prefetch:
+                continue
+            job = Window(job.record, job.nbytes, job.saved, job.release, prefetch, read)
+        found.append(job)
+    return found
+
+
+def _acts(trace: StepTrace) -> list[bool]:
+    index = position_index(trace)
+    return [index[point.position] == i for i, point in enumerate(trace.points)]
 
 
 def link_rates(trace: StepTrace) -> tuple[float, float]:
