@@ -32,8 +32,8 @@ def install() -> None:
         )
     if find_spec("megatron") is None or find_spec("megatron.training") is None:
         raise SettingError(
-            "megatron.training cannot be imported: install megatron-core (0.17 or newer ships it), or put a checkout of "
-            "Megatron-LM on PYTHONPATH"
+            "megatron.training cannot be imported: install megatron-core 0.17 or newer, or put a Megatron-LM "
+            "checkout on PYTHONPATH"
         )
     check_version()
     from mindspeed_swap.patches import arguments

@@ -50,9 +50,19 @@ def check(args: argparse.Namespace) -> None:
 def _add_megatron_arguments(original: Any) -> Any:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_arguments(original(parser))
+        return _with_help_that_prints(add_arguments(original(parser)))
 
     return add_megatron_arguments
+
+
+def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Some Megatrons have a bare % in a help text, and ``--help`` of any script dies of it (seen in 0.19.2)."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = (action.help or "").replace("%", "%%")
+    return parser
 
 
 def _validate_args(original: Any) -> Any:

@@ -26,7 +26,7 @@ _IN_USE = re.compile(rf"{_SIZE} (?:memory in use|is in use by this process)")
 _PEER_GONE = re.compile(r"[Cc]onnection (?:was )?(?:closed|reset) by peer")
 
 # Functions of Megatron that a failing call is in, innermost phase first: recomputation runs forward inside backward.
-_PHASE_OF_FUNCTION = (
+_PHASE_OF_FUNCTION: tuple[tuple[str, set[str]], ...] = (
     ("backward", {"backward_step", "custom_backward", "finalize_model_grads"}),
     ("forward", {"forward_step"}),
     ("optimizer", {"train_step"}),

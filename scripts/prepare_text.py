@@ -20,7 +20,7 @@ import torch
 BYTE_VOCABULARY = 256
 _BINARY_PROBE_BYTES = 4096  # a NUL in them: not text
 
-Encode = Callable[[bytes], Sequence[int]]
+Encode = Callable[[bytes], "Sequence[int] | np.ndarray"]
 
 
 class InputError(ValueError):

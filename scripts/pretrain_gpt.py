@@ -113,7 +113,7 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
     args = parse_and_validate_args(extra_args_provider=measure.add_arguments)
     neutralise_compile_helpers()
-    if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.local:
+    if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.unfused:
         sdpa_attention.use_sdpa()
     measurement = measure.start(args.measure_file) if args.measure_file else None
     configuration = next(iter(inspect.signature(pretrain).parameters))

@@ -21,7 +21,11 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))
 data=${DATA:-}
 if [ -z "$data" ]; then
   data="${XDG_CACHE_HOME:-$HOME/.cache}/mindspeed_swap/topics"
-  [ -f "$data.idx" ] || "$python" "$here/prepare_text.py" --output "$data"
+  if [ ! -f "$data.idx" ]; then  # under another name first: two runs may start at once
+    "$python" "$here/prepare_text.py" --output "$data.$$" > /dev/null
+    mv "$data.$$.bin" "$data.bin"
+    mv "$data.$$.idx" "$data.idx"
+  fi
 fi
 if [ "$data" = mock ]; then data_args=(--mock-data); else data_args=(--data-path "$data"); fi
 

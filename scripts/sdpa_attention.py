@@ -1,6 +1,7 @@
 """torch's scaled_dot_product_attention as Megatron's core attention: flash kernels without Transformer Engine.
 
-Megatron's own ``DotProductAttention`` keeps the full matrix of scores. Call ``use_sdpa()`` before the model is built.
+Megatron's own ``DotProductAttention`` (in pretrain_gpt.py: ``--attention-backend unfused``) keeps the whole matrix of
+scores. Call ``use_sdpa()`` before the model is built.
 """
 
 from __future__ import annotations

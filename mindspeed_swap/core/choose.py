@@ -86,9 +86,10 @@ def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
             # One microbatch nests: what is used last was saved first. If the head is too late, so is the rest of it.
             for item in heap if len(heap) <= IRREGULAR else heap[:1]:
                 j = item[2]
-                if (found is None or item < found) and not chosen[j] and until[j] > i:
-                    if limit is None or (clock[start[j]] < limit and easy[j] > i):
-                        found = item
+                if (found is not None and item >= found) or chosen[j] or until[j] <= i:
+                    continue
+                if limit is None or (clock[start[j]] < limit and easy[j] > i):
+                    found = item
         return None if found is None else found[2]
 
     def take(j: int, i: int, now: float) -> None:

@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
 from mindspeed_swap.core.trace import Key, Position
 
 PLAN_VERSION = 1
@@ -51,20 +52,29 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Raises ValueError naming the first thing that is wrong."""
-        try:
-            data: dict[str, Any] = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"damaged plan: {error}") from None
-        if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
-            found = data.get("version") if isinstance(data, dict) else None
-            raise ValueError(f"plan version {found}: this release reads version {PLAN_VERSION}")
-        try:
-            data["swaps"] = tuple(
-                Swap(Key(*s["key"]), int(s["nbytes"]), Position(*s["release"]), Position(*s["prefetch"]))
-                for s in data["swaps"]
-            )
-            if data["prediction"] is not None:
-                data["prediction"] = Prediction(**data["prediction"])
-            return cls(**data)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"damaged plan: {error}") from None
+        data = load_object(text, "plan", PLAN_VERSION)
+        point = tuple_of(Position)
+        swaps = list_of(
+            lambda value, where: build(Swap, value, where, key=tuple_of(Key), release=point, prefetch=point)
+        )
+        plan: Plan = build(
+            cls,
+            data,
+            "plan",
+            swaps=lambda value, where: tuple(swaps(value, where)),
+            prediction=lambda value, where: (
+                None if value is None else build(Prediction, value, where, peak_bytes=_peaks)
+            ),
+        )
+        seen: set[Key] = set()
+        for i, swap in enumerate(plan.swaps):
+            if swap.key in seen:
+                raise ValueError(f"damaged plan: swaps[{i}]: {tuple(swap.key)} is swapped twice")
+            seen.add(swap.key)
+        return plan
+
+
+def _peaks(value: Any, where: str) -> dict[str, int]:
+    if not isinstance(value, dict) or not all(isinstance(v, int) for v in value.values()):
+        raise ValueError(f"damaged {where}: {value!r:.60}, expected bytes by phase")
+    return value

@@ -36,10 +36,10 @@ class Copy(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Compute waited ``wait_ms`` at point ``index`` for the copy of ``key``: at its "release" or at its "read"."""
+    """Compute waited ``wait_ms`` at point number ``point`` for the copy of ``key``; ``cause``: "release" or "read"."""
 
     key: Key
-    index: int
+    point: int
     wait_ms: float
     cause: str
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, chain, combinations, islice
 
 from mindspeed_swap.core.choose import choose
 from mindspeed_swap.core.plan import Plan, Prediction, Swap
@@ -32,7 +32,7 @@ from mindspeed_swap.units import format_bytes
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
 PREFETCH_HEADROOM = 0.2
-# Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) whatever the trace.
+# Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 # Small traces, which are the irregular ones, get a local search out of it.
 SEARCH_WORK = 100_000
 # Tensors looked at for dropping, per target: each costs a pass over its window.
@@ -289,7 +289,8 @@ class _Search:
         improved = True
         while improved and tries > 0:
             improved = False
-            for a, b in [(j, j) for j in range(count)] + [(a, b) for a in range(count) for b in range(a)]:
+            singles = ((j, j) for j in range(count))
+            for a, b in chain(singles, combinations(range(count), 2)):
                 if a != b and self.chosen[a] == self.chosen[b]:
                     continue
                 if tries <= 0 or self.stall <= NEGLIGIBLE_MS:

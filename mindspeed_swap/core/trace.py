@@ -16,7 +16,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
 
 FORWARD, BACKWARD, OPTIMIZER = "F", "B", "O"
 ENTER, EXIT = -1, -2  # ordinals of the borders of a layer; with layer 0: of the microbatch or of the optimizer
@@ -100,15 +102,20 @@ class StepTrace:
     @classmethod
     def from_json(cls, text: str) -> StepTrace:
         """Raises ValueError naming the first thing that is wrong."""
-        data: dict[str, Any] = json.loads(text)
-        if data.get("version") != TRACE_VERSION:
-            raise ValueError(f"trace version {data.get('version')}: this release reads version {TRACE_VERSION}")
-        try:
-            data["points"] = [Point(**{**p, "position": Position(*p["position"])}) for p in data["points"]]
-            data["saved"] = [SavedRecord(**{**s, "key": Key(*s["key"])}) for s in data["saved"]]
-            return cls(**data)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"damaged trace: {error}") from None
+        data = load_object(text, "trace", TRACE_VERSION)
+        trace: StepTrace = build(
+            cls,
+            data,
+            "trace",
+            points=list_of(lambda value, where: build(Point, value, where, position=tuple_of(Position))),
+            saved=list_of(lambda value, where: build(SavedRecord, value, where, key=tuple_of(Key))),
+        )
+        for i, record in enumerate(trace.saved):
+            for name in ("saved", "last_use", "sole", "first_read", "died"):
+                index = getattr(record, name)
+                if index is not None and not 0 <= index < len(trace.points):
+                    raise ValueError(f"damaged trace: saved[{i}]: {name} is point {index} of {len(trace.points)}")
+        return trace
 
     def phases(self) -> Iterator[tuple[str, int]]:
         """(phase, peak bytes) for each phase, as measured."""

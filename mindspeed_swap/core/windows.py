@@ -1,4 +1,4 @@
-"""Windows: which saved tensors may be swapped, from when until when, seen forwards or backwards in time. Pure; no torch.
+"""Windows: which saved tensors may be swapped, from when until when, seen forwards or backwards in time. No torch.
 
 Going backwards, a swap is a swap again: the copy back "is queued" at the read, must be over before the prefetch point,
 and the memory is away until the release. So the planner writes every sweep once and runs it on two views.

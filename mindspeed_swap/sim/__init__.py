@@ -11,6 +11,7 @@ import sys
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.sim import device
+from mindspeed_swap.sim.patching import replace
 
 _redirected = False
 
@@ -35,9 +36,10 @@ def redirect_cuda() -> None:
     if "--use-megatron-fsdp" not in sys.argv:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "torch._dynamo.config" in sys.modules:  # the variable is read when that module is imported
-        sys.modules["torch._dynamo.config"].disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
+        replace(sys.modules["torch._dynamo.config"], disable=os.environ["TORCHDYNAMO_DISABLE"] == "1")
 
     from mindspeed_swap.sim import (
+        cuda_memory,
         cuda_module,
         distributed,
         factories,
@@ -48,7 +50,7 @@ def redirect_cuda() -> None:
     )
 
     device.install()
-    for part in (factories, tensor_methods, streams, cuda_module, serialization, distributed):
+    for part in (factories, tensor_methods, streams, cuda_memory, cuda_module, serialization, distributed):
         part.redirect()
     megatron_fixes.apply_when_imported()
     _redirected = True

@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator as functions of the simulated device. Memory figures are its allocator's own."""
+"""torch.cuda and torch.accelerator as functions of the simulated device; its memory figures are in cuda_memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import functools
 import os
 import types
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_swap.sim import current, streams
+from mindspeed_swap.sim import cuda_memory, current, streams
 from mindspeed_swap.sim import device as sim_device
 from mindspeed_swap.sim.device import host_memory
+from mindspeed_swap.sim.patching import constant, replace
 
 NAME = "Simulated device"
 CAPABILITY = (8, 0)  # the oldest that has bfloat16: no newer fast path of a library switches itself on
@@ -36,39 +36,14 @@ _NOTHING_TO_DO = (
 _ALWAYS_ZERO = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate", "get_sync_debug_mode")
 _TENSOR_TYPES = ("Float", "Half", "BFloat16", "Double", "Long", "Int", "Short", "Char", "Byte", "Bool")
 
-_STATISTICS = ("allocation", "segment", "active", "inactive_split")
-_STATISTICS_BYTES = ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes")
-_EVENTS = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
-_STAT_KEYS = _EVENTS + tuple(
-    f"{statistic}.{pool}.{metric}"
-    for statistic in _STATISTICS + _STATISTICS_BYTES
-    for pool in ("all", "large_pool", "small_pool")
-    for metric in ("current", "peak", "allocated", "freed")
-)
-
 
 def redirect() -> None:
     """Patch torch.cuda, its submodules, the pieces of torch._C they call, torch.accelerator and autocast."""
     _redirect_identity()
-    _redirect_memory()
     _redirect_random()
     _redirect_tools()
     _redirect_accelerator()
     _redirect_autocast()
-
-
-def _constant(value: Any) -> Callable:
-    """A new function each time: tables of torch are keyed by function."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return function
-
-
-def _set(holder: Any, **functions: Any) -> None:
-    for name, function in functions.items():
-        setattr(holder, name, function)
 
 
 # ---------------------------------------------------------------- which device
@@ -118,95 +93,31 @@ def _lazy_call(function: Callable, **kwargs: Any) -> None:
 
 
 def _redirect_identity() -> None:
-    _set(
+    for name in _NOTHING_TO_DO:
+        function = constant(None)
+        for holder in (torch.cuda, torch.cuda.memory):
+            if hasattr(holder, name):
+                setattr(holder, name, function)
+    for name in _ALWAYS_ZERO:
+        setattr(torch.cuda, name, constant(0))
+    replace(
         torch.cuda,
-        is_available=_constant(True),
-        is_initialized=_constant(True),
-        is_bf16_supported=_constant(True),
-        is_tf32_supported=_constant(False),
+        is_available=constant(True),
+        is_initialized=constant(True),
+        is_bf16_supported=constant(True),
+        is_tf32_supported=constant(False),
         device_count=current.device_count,
         current_device=current.device_index,
         set_device=current.set_device,
         device=_DeviceContext,
         device_of=_DeviceOf,
-        get_device_name=_constant(NAME),
-        get_device_capability=_constant(CAPABILITY),
+        get_device_name=constant(NAME),
+        get_device_capability=constant(CAPABILITY),
         get_device_properties=_properties,
         get_arch_list=lambda: [f"sm_{CAPABILITY[0]}{CAPABILITY[1]}"],
-        can_device_access_peer=_constant(False),
+        can_device_access_peer=constant(False),
         synchronize=lambda device=None: sim_device.synchronize(),
         _lazy_call=_lazy_call,
-    )
-
-
-# ---------------------------------------------------------------- memory
-def _allocated(device: Any = None) -> int:
-    return sim_device.memory_allocated()
-
-
-def _max_allocated(device: Any = None) -> int:
-    return sim_device.max_memory_allocated()
-
-
-def _reset_peak(device: Any = None) -> None:
-    sim_device.reset_peak()
-
-
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    total = sim_device.capacity()
-    return max(0, total - _allocated()), total
-
-
-def _memory_stats(device: Any = None) -> OrderedDict[str, int]:
-    """The keys of a CUDA build. No block is cached or rounded, so reserved, active and requested equal allocated."""
-    now, peak = _allocated(), _max_allocated()
-    stats = dict.fromkeys(_STAT_KEYS, 0)
-    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
-        for pool in ("all", "large_pool"):
-            stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = now, peak
-    stats["num_ooms"] = sim_device.stats()["ooms"]
-    return OrderedDict(sorted(stats.items()))
-
-
-def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    return f"{NAME}: {_allocated()} bytes allocated, at most {_max_allocated()}, of {sim_device.capacity()}"
-
-
-def _redirect_memory() -> None:
-    functions = {
-        "memory_allocated": _allocated,
-        "max_memory_allocated": _max_allocated,
-        "memory_reserved": _allocated,
-        "max_memory_reserved": _max_allocated,
-        "memory_cached": _allocated,
-        "max_memory_cached": _max_allocated,
-        "device_memory_used": _allocated,
-        "reset_peak_memory_stats": _reset_peak,
-        "reset_max_memory_allocated": _reset_peak,
-        "reset_max_memory_cached": _reset_peak,
-        "mem_get_info": _mem_get_info,
-        "memory_stats": _memory_stats,
-        "memory_summary": _memory_summary,
-        "memory_snapshot": lambda *args, **kwargs: [],
-        "get_per_process_memory_fraction": _constant(1.0),
-        "get_allocator_backend": _constant("native"),
-        "host_memory_stats": lambda: OrderedDict(),
-    }
-    for name, function in functions.items():
-        for holder in (torch.cuda, torch.cuda.memory):
-            setattr(holder, name, function)
-    for name in _NOTHING_TO_DO:
-        function = _constant(None)
-        for holder in (torch.cuda, torch.cuda.memory):
-            if hasattr(holder, name):
-                setattr(holder, name, function)
-    for name in _ALWAYS_ZERO:
-        setattr(torch.cuda, name, _constant(0))
-    _set(
-        torch.cuda.memory,
-        _record_memory_history=_constant(None),
-        _snapshot=lambda *args, **kwargs: {"segments": [], "device_traces": []},
-        _dump_snapshot=_constant(None),
     )
 
 
@@ -245,32 +156,33 @@ def _redirect_random() -> None:
         for holder in (torch.cuda, torch.cuda.random):
             setattr(holder, name, function)
     torch.get_rng_state = torch.random.get_rng_state = get_rng_state
-    torch.cuda.default_generators = (generator,) * current.device_count()
+    replace(torch.cuda, default_generators=(generator,) * current.device_count())
 
 
 # ---------------------------------------------------------------- profilers and old names
 def _redirect_tools() -> None:
     cuda = torch.cuda
-    _set(cuda.nvtx, range_push=_constant(0), range_pop=_constant(0), mark=_constant(None))
-    _set(cuda.nvtx, range_start=_constant(0), range_end=_constant(None))
-    cuda.nvtx.range = lambda *args, **kwargs: contextlib.nullcontext()  # type: ignore[assignment]
-    _set(cuda.profiler, start=_constant(None), stop=_constant(None), profile=contextlib.nullcontext)
-    runtime = types.SimpleNamespace(cudaProfilerStart=_constant(0), cudaProfilerStop=_constant(0))
-    _set(runtime, cudaHostRegister=_constant(0), cudaHostUnregister=_constant(0), cudaMemGetInfo=_mem_get_info)
-    cuda.cudart = _constant(runtime)
+    replace(cuda.nvtx, range_push=constant(0), range_pop=constant(0), mark=constant(None))
+    replace(cuda.nvtx, range_start=constant(0), range_end=constant(None))
+    replace(cuda.nvtx, range=lambda *args, **kwargs: contextlib.nullcontext())
+    replace(cuda.profiler, start=constant(None), stop=constant(None), profile=contextlib.nullcontext)
+    runtime = types.SimpleNamespace(cudaProfilerStart=constant(0), cudaProfilerStop=constant(0))
+    replace(
+        runtime, cudaHostRegister=constant(0), cudaHostUnregister=constant(0), cudaMemGetInfo=cuda_memory.mem_get_info
+    )
+    replace(cuda, cudart=constant(runtime))
     for kind in _TENSOR_TYPES:
         # As types these answer isinstance() by dtype; as constructors they allocate device memory.
         setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
-    torch._C._cuda_attach_out_of_memory_observer = _constant(None)  # type: ignore[attr-defined]
-    torch._C._cuda_getCurrentRawStream = _constant(0)  # type: ignore[attr-defined]
+    replace(torch._C, _cuda_attach_out_of_memory_observer=constant(None), _cuda_getCurrentRawStream=constant(0))
 
 
 def _redirect_accelerator() -> None:
     """The device-neutral names, which DataLoader's pinning and torch's own utilities use."""
     accelerator = torch.accelerator
-    _set(
+    replace(
         accelerator,
-        is_available=_constant(True),
+        is_available=constant(True),
         device_count=current.device_count,
         current_accelerator=lambda check_available=False: torch.device("cuda"),
         current_device_index=current.device_index,
@@ -281,20 +193,6 @@ def _redirect_accelerator() -> None:
         set_stream=streams.set_stream,
         synchronize=lambda device=None: sim_device.synchronize(),
     )
-    memory = {
-        "empty_cache": _constant(None),
-        "memory_stats": _memory_stats,
-        "memory_allocated": _allocated,
-        "max_memory_allocated": _max_allocated,
-        "memory_reserved": _allocated,
-        "max_memory_reserved": _max_allocated,
-        "reset_accumulated_memory_stats": _constant(None),
-        "reset_peak_memory_stats": _reset_peak,
-        "get_memory_info": _mem_get_info,
-    }
-    for name, function in memory.items():
-        for holder in (accelerator, getattr(accelerator, "memory", accelerator)):
-            setattr(holder, name, function)
 
 
 def _redirect_autocast() -> None:
@@ -307,4 +205,4 @@ def _redirect_autocast() -> None:
             device_type = "cpu"
         real_init(self, device_type, dtype, *args, **kwargs)
 
-    torch.amp.autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
+    replace(torch.amp.autocast_mode.autocast, __init__=init)

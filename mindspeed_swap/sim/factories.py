@@ -11,6 +11,7 @@ from torch.jit import _builtins as jit_builtins
 from torch.utils import _device as torch_device_module
 
 from mindspeed_swap.sim.device import host_memory, is_device
+from mindspeed_swap.sim.patching import replace
 from mindspeed_swap.sim.placement import CPU, DEVICE, HOST, OTHER, Place, place_by_default, place_named, place_of
 
 # Besides the ones that torch.device contexts know (torch.utils._device lists them).
@@ -133,4 +134,4 @@ class Generator(metaclass=_GeneratorType):
 
 def _redirect_generator() -> None:
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
-    torch.Generator = Generator  # type: ignore[misc, assignment]
+    replace(torch, Generator=Generator)

@@ -34,7 +34,7 @@ class Place(Enum):
 DEVICE, HOST, OTHER = Place.DEVICE, Place.HOST, Place.OTHER
 _BY_TYPE = {"cuda": DEVICE, "cpu": HOST}
 
-_real_device = torch._C.TensorBase.device  # type: ignore[attr-defined]  # the getter below any redirected one
+real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]  # below any redirected getter
 
 
 def place_named(device: Any) -> Place:
@@ -59,6 +59,6 @@ def place_by_default() -> Place:
 
 def place_of(tensor: torch.Tensor) -> Place:
     """Where a tensor lives."""
-    if _real_device.__get__(tensor).type != "cpu":
+    if real_device(tensor).type != "cpu":
         return OTHER
     return DEVICE if is_device(tensor) else HOST

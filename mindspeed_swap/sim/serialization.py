@@ -10,6 +10,7 @@ from torch.utils.data._utils import fetch as data_fetch
 
 from mindspeed_swap.sim import current
 from mindspeed_swap.sim.device import device_memory, host_memory, is_device
+from mindspeed_swap.sim.patching import replace
 from mindspeed_swap.sim.placement import DEVICE, place_named
 
 _real_clone = torch.UntypedStorage.clone
@@ -19,11 +20,13 @@ _BEFORE_TORCH = 5  # torch's own CPU handler, which would claim every storage, h
 def redirect() -> None:
     """Register the device as a location of saved storages; patch torch.load and the in-process dataset fetchers."""
     torch.serialization.register_package(_BEFORE_TORCH, _location_of, _restore)
-    torch.UntypedStorage.clone = _clone
-    torch.load = torch.serialization.load = _reading(torch.load)
+    replace(torch.UntypedStorage, clone=_clone)
+    load = _reading(torch.load)
+    replace(torch, load=load)
+    replace(torch.serialization, load=load)
     for fetcher in (data_fetch._MapDatasetFetcher, data_fetch._IterableDatasetFetcher):
         # A dataset computes on host tensors, whose results would count as device memory; a forked worker has no device.
-        fetcher.fetch = _reading(fetcher.fetch)  # type: ignore[method-assign]
+        replace(fetcher, fetch=_reading(fetcher.fetch))
 
 
 def _reading(function: Any) -> Any:

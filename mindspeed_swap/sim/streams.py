@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.sim import current
+from mindspeed_swap.sim.patching import constant, replace
 
 _ids = itertools.count()
 
@@ -112,12 +113,20 @@ def external_stream(*args: Any, **kwargs: Any) -> Stream:
 
 def redirect() -> None:
     """Patch torch.cuda's streams and events and the device-neutral torch.Stream and torch.Event."""
-    cuda = torch.cuda
-    cuda.Stream, cuda.Event = Stream, Event  # type: ignore[misc, assignment]
-    cuda.streams.Stream, cuda.streams.Event = Stream, Event  # type: ignore[misc, assignment]
-    cuda.ExternalStream = cuda.get_stream_from_external = external_stream  # type: ignore[misc, assignment]
-    cuda.StreamContext = cuda.stream = StreamContext  # type: ignore[misc, assignment]
-    cuda.current_stream, cuda.default_stream, cuda.set_stream = current_stream, default_stream, set_stream
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.graphs.is_current_stream_capturing = cuda.is_current_stream_capturing
-    torch.Stream, torch.Event = Stream, Event  # type: ignore[misc, assignment]
+    capturing = constant(False)
+    replace(
+        torch.cuda,
+        Stream=Stream,
+        Event=Event,
+        ExternalStream=external_stream,
+        get_stream_from_external=external_stream,
+        StreamContext=StreamContext,
+        stream=StreamContext,
+        current_stream=current_stream,
+        default_stream=default_stream,
+        set_stream=set_stream,
+        is_current_stream_capturing=capturing,
+    )
+    replace(torch.cuda.graphs, is_current_stream_capturing=capturing)
+    for holder in (torch.cuda.streams, torch):
+        replace(holder, Stream=Stream, Event=Event)

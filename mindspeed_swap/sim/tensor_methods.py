@@ -10,7 +10,8 @@ import torch
 
 from mindspeed_swap.sim import current
 from mindspeed_swap.sim.device import host_memory, is_device
-from mindspeed_swap.sim.placement import CPU, DEVICE, HOST, OTHER, _real_device, place_named, place_of
+from mindspeed_swap.sim.patching import replace
+from mindspeed_swap.sim.placement import CPU, DEVICE, HOST, OTHER, place_named, place_of, real_device
 
 # Their results stay where the tensor is. Others of this kind do not copy (views), or are left to torch (see placement).
 _FLOATS = ("float", "double", "half", "bfloat16", "cfloat", "cdouble")
@@ -24,24 +25,26 @@ _real_module_to = torch.nn.Module.to
 
 def redirect() -> None:
     """Patch Tensor's methods and properties, Parameter.__deepcopy__, torch.clone and Module.to / to_empty."""
-    tensor = torch.Tensor
     for name in _FOLLOW:
-        setattr(tensor, name, _following(getattr(tensor, name)))
-    torch.nn.Parameter.__deepcopy__ = _following(torch.nn.Parameter.__deepcopy__)
-    torch.clone = _following(torch.clone)
-    tensor.to = _to
-    tensor.cuda = _cuda
-    tensor.cpu = _cpu
-    tensor.pin_memory = _pin_memory
-    tensor.is_pinned = _is_pinned
-    tensor.type = _type
-    tensor.type_as = _type_as
-    tensor.get_device = _get_device
-    tensor.record_stream = _record_stream
-    tensor.device = property(_device)
-    tensor.is_cuda = property(_is_cuda)
-    tensor.is_cpu = property(_is_cpu)
-    torch.nn.Module.to = _module_to
+        replace(torch.Tensor, **{name: _following(getattr(torch.Tensor, name))})
+    replace(torch.nn.Parameter, __deepcopy__=_following(torch.nn.Parameter.__deepcopy__))
+    replace(torch, clone=_following(torch.clone))
+    replace(
+        torch.Tensor,
+        to=_to,
+        cuda=_cuda,
+        cpu=_cpu,
+        pin_memory=_pin_memory,
+        is_pinned=_is_pinned,
+        type=_type,
+        type_as=_type_as,
+        get_device=_get_device,
+        record_stream=_record_stream,
+        device=property(_device),
+        is_cuda=property(_is_cuda),
+        is_cpu=property(_is_cpu),
+    )
+    replace(torch.nn.Module, to=_module_to)
 
 
 def _following(function: Callable) -> Callable:
@@ -138,7 +141,7 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
 
 
 def _device(self: torch.Tensor) -> torch.device:
-    real = _real_device.__get__(self)
+    real = real_device(self)
     return current.device() if real.type == "cpu" and is_device(self) else real
 
 

