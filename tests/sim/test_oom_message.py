@@ -13,9 +13,9 @@ CUDA = (
     "free. Process 77 has 78.14 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch"
 )
 CAPPED = (
-    "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.19 GiB of which 42.5 GiB is free. "
-    "36.63 GiB allowed; Including non-PyTorch memory, this process has 36.10 GiB memory in use. Of the allocated memory "
-    "35.00 GiB is allocated by PyTorch"
+    "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.19 GiB of which 42.5 GiB is "
+    "free. 36.63 GiB allowed; Including non-PyTorch memory, this process has 36.10 GiB memory in use. Of the allocated "
+    "memory 35.00 GiB is allocated by PyTorch"
 )
 SIMULATED = (
     "Simulated device out of memory. Tried to allocate 512.00 KiB (524288 bytes). The device has a capacity of "
