@@ -94,6 +94,10 @@ class Runtime:
         _end_if_terminated()
         return self.manager.layer(number) if self.in_step else _NOTHING
 
+    def recomputed(self) -> Any:
+        """A checkpointed part of the model: it saves its inputs after it has run."""
+        return self.manager.recomputed() if self.in_step else _NOTHING
+
     def enter_optimizer(self) -> None:
         _end_if_terminated()
         if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another

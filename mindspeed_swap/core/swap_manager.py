@@ -140,7 +140,21 @@ class SwapManager:
             yield
             self._at(scope.border(EXIT))
         finally:
-            scope.layer = outer
+            scope.layer = number if scope.stays else outer
+
+    @contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """A part that saves its inputs only after it has run (reentrant checkpoint). Around layers, what it saves
+        belongs to the last of them."""
+        scope = self._scope
+        if scope is None or scope.layer != OUTSIDE:
+            yield
+            return
+        scope.stays = True
+        try:
+            yield
+        finally:
+            scope.stays, scope.layer = False, OUTSIDE
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
