@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import os
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
@@ -11,6 +12,8 @@ from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
+
+CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
 
 def _gib(text: str) -> float:
@@ -78,6 +81,10 @@ def _validate_args(original: Any) -> Any:
             from mindspeed_swap import megatron_adaptor
 
             megatron_adaptor.activate(options)
+        if CAPACITY in os.environ:
+            from mindspeed_swap.core.accelerator import cap_device
+
+            cap_device(int(os.environ.get("LOCAL_RANK", "0")))
         return result
 
     return validate_args

@@ -72,6 +72,15 @@ class Mover:
         if wait not in self._skip_waits:
             self.accelerator.wait(stream, event)
 
+    def _hold_up(self, wait: Wait, stream: Stream, event: Event) -> None:
+        """Compute waits for a copy. How long is recorded: plans are made from times without waits."""
+        if self.recorder is None:
+            self._wait(wait, stream, event)
+            return
+        before = self.accelerator.record(stream)
+        self._wait(wait, stream, event)
+        self.recorder.waited(before, self.accelerator.record(stream))
+
     # ---- out
     def offload(self, saved: SavedTensor) -> bool:
         """DEVICE -> LEAVING: queue the copy out. False if it cannot be: the host budget is used up, or the storage's
@@ -102,7 +111,7 @@ class Mover:
         """LEAVING -> HOST: give the device memory up. Returns the bytes, 0 if it had to stay."""
         if saved.state is not State.LEAVING or saved.modified:
             return 0  # changed in place since: nothing may ever read it, so there is nothing to keep on the host
-        self._wait(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied)
+        self._hold_up(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied)
         saved.drop_device()
         self._move(saved, State.HOST)
         self.gave_up = True
@@ -121,7 +130,7 @@ class Mover:
     def evict(self, saved: SavedTensor) -> int:
         """Give device memory up now, from whatever state. Returns the bytes, 0 if that would free nothing."""
         if saved.state is State.RETURNING:  # the host copy is still whole: drop the buffer
-            self._wait(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded)
+            self._hold_up(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded)
             saved.buffer = None
             self._move(saved, State.HOST)
             self.gave_up = True
@@ -156,7 +165,7 @@ class Mover:
 
     def finish_load(self, saved: SavedTensor) -> None:
         """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
-        self._wait(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded)
+        self._hold_up(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded)
         buffer, saved.buffer = saved.buffer, None
         assert buffer is not None
         saved.adopt(buffer)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
     EXIT,
@@ -55,6 +55,7 @@ class Recorder:
         self._not_sole: dict[int, SavedTensor] = {}
         self._resident: dict[int, int] = {}  # serial -> bytes on the device now
         self._resident_bytes = 0
+        self._waits: list[tuple[int, Event, Event]] = []  # next point, before, after
         self.trace = trace
         accelerator.take_interval()
         self._start = accelerator.record(accelerator.compute_stream())
@@ -109,6 +110,10 @@ class Recorder:
             self._resident[saved.serial] = saved.nbytes
             self._resident_bytes += saved.nbytes
 
+    def waited(self, before: Event, after: Event) -> None:
+        """Compute waited for a copy between the two events."""
+        self._waits.append((self._next, before, after))
+
     def died(self, saved: SavedTensor) -> None:
         """Found dead before the next point is closed."""
         self.left(saved)
@@ -118,13 +123,22 @@ class Recorder:
             record.died = self._next
 
     def finish(self) -> StepTrace:
-        """Waits for the device, fills in the times and says of every record whether it can be moved at all."""
+        """Waits for the device, fills in the times (as if compute had never waited for a copy: a plan brings waits of
+        its own) and says of every record whether it can be moved at all."""
         trace = self.trace
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
-        for point, mark in zip(trace.points, self._marks, strict=True):
-            point.time_ms = self._accelerator.elapsed_ms(self._start, mark)
-        trace.step_ms = self._accelerator.elapsed_ms(self._start, end)
+        elapsed_ms = self._accelerator.elapsed_ms
+        waits = iter(self._waits)
+        wait = next(waits, None)
+        waited_ms = 0.0
+        for index, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
+            while wait is not None and wait[0] <= index:
+                waited_ms += elapsed_ms(wait[1], wait[2])
+                wait = next(waits, None)
+            point.time_ms = elapsed_ms(self._start, mark) - waited_ms
+        trace.step_ms = elapsed_ms(self._start, end)
+        trace.stall_ms = waited_ms
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

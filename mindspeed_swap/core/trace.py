@@ -52,7 +52,7 @@ class Point:
     """One event, and the figures of the interval that it closes."""
 
     position: Position
-    time_ms: float  # device time since the start of the step
+    time_ms: float  # device time since the start of the step, without waits for copies
     allocated_bytes: int  # at this point, from the allocator
     peak_bytes: int  # most bytes allocated at once in the interval, from the allocator
     request_bytes: int  # largest single allocation in the interval
@@ -83,12 +83,13 @@ class StepTrace:
     static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
     d2h_bytes_per_ms: float
     h2d_bytes_per_ms: float
-    step_ms: float = 0.0
+    step_ms: float = 0.0  # as measured, waits of compute for copies included
     held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
     has_optimizer_state: bool = False
     points: list[Point] = field(default_factory=list)
     saved: list[SavedRecord] = field(default_factory=list)
     evicted_bytes: int = 0  # moved under memory pressure while recording
+    stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
     version: int = TRACE_VERSION
 
     def base_bytes(self, index: int) -> int:

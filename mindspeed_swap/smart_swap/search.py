@@ -21,6 +21,8 @@ from mindspeed_swap.units import format_bytes
 RESERVE_SHARE = 0.02
 # A plan is tried at most so often before the best one measured is kept.
 MAX_TRIES = 8
+# Steps of the same work differ by about this much.
+NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
 
@@ -138,16 +140,9 @@ class SmartSwap:
         trouble = _trouble(stats)
         peak = max(point.peak_bytes for point in trace.points)
         self.tries.append(Try(self.plan, trouble, peak, trace.step_ms))
-        if trouble and len(self.tries) < MAX_TRIES:
-            # The step needed more than the plan thought, or the allocator could not use all of the room (fragments).
-            # By how much, the evicted bytes do not say: one that comes back pushes out the next.
-            self._reserve_bytes *= 2
-            try:
-                self._replan(trace)
-                return True
-            except Infeasible:
-                pass  # no plan leaves more room: the best so far has to do
         best = min(self.tries, key=lambda tried: (tried.trouble > 0, tried.step_ms))
+        if len(self.tries) < MAX_TRIES and (trouble or self._improved()) and self._next_try(trace, trouble > 0):
+            return True
         self.plan, self._accepted_trouble = best.plan, best.trouble
         self._reserve_bytes = self.capacity_bytes - best.plan.budget_bytes
         self._enter(
@@ -157,6 +152,25 @@ class SmartSwap:
             + (f", {best.trouble} evictions and loads on demand" if best.trouble else ""),
         )
         return True
+
+    def _improved(self) -> bool:
+        """The last try was faster than all before it, by more than steps differ anyway."""
+        *before, last = [tried.step_ms for tried in self.tries if not tried.trouble]
+        return not before or last < min(before) * (1 - NOISE_SHARE)
+
+    def _next_try(self, trace: StepTrace, more_room: bool) -> bool:
+        """Plan again from the try's own trace: it knows the times better than the one before. False if there is
+        nothing else to try."""
+        tried = self.plan
+        if more_room:
+            # The step needed more than the plan thought, or the allocator could not use all of the room (fragments).
+            # By how much, the evicted bytes do not say: one that comes back pushes out the next.
+            self._reserve_bytes *= 2
+        try:
+            self._replan(trace)
+        except Infeasible:
+            return False  # no plan leaves more room
+        return self.plan is not None and tried is not None and self.plan.swaps != tried.swaps
 
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:
