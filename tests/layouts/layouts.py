@@ -58,7 +58,8 @@ LAYOUTS: dict[str, Layout] = {
             {**_DP2, "MBS": "16", "GBS": "32", "LAYERS": "4"},
         ),
         Layout("fusion", _flags("--overlap-grad-reduce"), {**_DP2, "GRADIENT_FUSION": "1"}),
-        Layout("rampup", _flags("--rampup-batch-size 8 8 48 --train-samples 200"), {"GBS": "24"}, ranks=1),
+        # 1 and 2 microbatches for some steps each, 3 from then on
+        Layout("rampup", _flags("--rampup-batch-size 8 8 48"), {"GBS": "24", "SAMPLES": "176"}, ranks=1),
         Layout("evaluation", _flags("--split 90,10,0 --eval-interval 3 --eval-iters 2"), ranks=1),
         Layout("recompute_core_attn", _flags(f"{_RECOMPUTE} core_attn"), ranks=1),
         Layout("recompute_mlp", _flags(f"{_RECOMPUTE} mlp"), ranks=1),

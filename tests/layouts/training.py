@@ -148,10 +148,14 @@ def held_saved(plain: Run, swapped: Run) -> list[float]:
 
 
 def prepare_text(prefix: Path) -> str:
-    """A small byte-level data set. Returns what DATA takes."""
-    source = prefix.with_suffix(".txt")
-    source.write_text("".join(f"{i}: the quick brown fox jumps over {i * i} lazy dogs; " for i in range(6000)))
-    command = [sys.executable, str(REPOSITORY / "scripts" / "prepare_text.py"), str(source), "--output", str(prefix)]
+    """A small byte-level data set. Returns what DATA takes. Each part of it that --split names needs documents."""
+    sources = []
+    for document in range(10):
+        sources.append(prefix.with_suffix(f".{document}.txt"))
+        lines = (f"{i}: the quick brown fox jumps over {i * i} lazy dogs; " for i in range(600))
+        sources[-1].write_text(f"{document}. " + "".join(lines))
+    script = REPOSITORY / "scripts" / "prepare_text.py"
+    command = [sys.executable, str(script), *map(str, sources), "--output", str(prefix)]
     subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_SECONDS)
     return str(prefix)
 
