@@ -1,8 +1,8 @@
 """``rank<N>/trace.json``: one recorded step for chrome://tracing and https://ui.perfetto.dev. Pure; imports no torch.
 
-Lanes (threads) of the one process, which is the rank: microbatches; layers; stalls (compute waits for a copy); copies to
-the host; copies to the device. Counters, at every point of the step: allocated bytes, the peak since the point before,
-the peak had nothing been swapped (simulated), reserved bytes. Times are device time from the start of the step.
+Lanes (threads) of the one process, which is the rank: microbatches; layers; stalls (compute waits for a copy); copies
+to the host; copies to the device. Counters, at every point of the step: allocated bytes, the peak since the point
+before, the peak had nothing been swapped (simulated), reserved bytes. Times are device time from the start of the step.
 """
 from __future__ import annotations
 

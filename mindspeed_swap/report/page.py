@@ -4,33 +4,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from mindspeed_swap.report import pictures
 from mindspeed_swap.report.reader import RankFiles, RunFiles
 from mindspeed_swap.units import format_bytes
 
-_CSS = """
-:root { --ink:#1f2933; --soft:#52606d; --faint:#7b8794; --line:#e4e7eb; --ground:#f5f7fa; --card:#fff; --mark:#2563eb; }
-* { box-sizing:border-box } body { margin:0; background:var(--ground); color:var(--ink);
-  font:15px/1.5 system-ui,"Segoe UI",Roboto,"DejaVu Sans",sans-serif }
-main { max-width:1120px; margin:0 auto; padding:28px 24px 64px } h1 { font-size:26px; margin:0 0 2px; letter-spacing:-.01em }
-h2 { font-size:19px; margin:36px 0 10px } h3 { font-size:15px; margin:0 0 2px } p { margin:4px 0 } .soft { color:var(--soft) }
-.card { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:16px 18px; margin:14px 0 }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(158px,1fr)); gap:12px; margin:14px 0 }
-.tile { background:var(--card); border:1px solid var(--line); border-radius:10px; padding:12px 14px }
-.tile b { display:block; font-size:21px; font-weight:650; letter-spacing:-.01em; white-space:nowrap }
-.tile span { color:var(--soft); font-size:13px } .note { border-left:4px solid #d97706; background:#fffbeb }
-.scroll { overflow-x:auto } table { border-collapse:collapse; width:100%; font-size:14px; font-variant-numeric:tabular-nums }
-th,td { padding:6px 12px 6px 0; text-align:right; border-bottom:1px solid var(--line); white-space:nowrap }
-th { color:var(--faint); font-weight:500 } th:first-child,td:first-child { text-align:left } tr:last-child td { border:0 }
-svg { display:block; width:100%; height:auto } .narrow { display:none } summary { cursor:pointer; font-weight:600 }
-details.rank > summary { font-size:19px; margin:36px 0 10px } code { overflow-wrap:anywhere }
-@media (max-width:640px) { main { padding:18px 12px 40px } h1 { font-size:22px } .card { padding:12px }
-  table { font-size:12.5px } th,td { padding-right:9px }
-  .wide { display:none } .narrow { display:block } .tiles { grid-template-columns:1fr 1fr; gap:8px } .tile b { font-size:17px } }
-"""
-
+_STYLE = Path(__file__).with_name("page.css")
 Draw = Callable[[str], Any]
 
 
@@ -53,7 +34,7 @@ def page(files: RunFiles) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         # Nothing may be loaded, whatever a name contained.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{title}</title><style>{_CSS}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+        f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
     )
 
 
@@ -72,8 +53,8 @@ def drawings(rank: RankFiles) -> list[tuple[str, str, str, Draw]]:
         found += [
             ("layers", "What went where, by layer", "Bytes that autograd saved in the step. Immovable: somebody else "
              "holds them, or backward does not read them.", partial(pictures.layers, rank)),
-            ("tensors", "Biggest tensors", "All layers and microbatches together, by place in the layer: tensor n is the n-th that it saves.",
-             partial(pictures.tensors, rank)),
+            ("tensors", "Biggest tensors", "All layers and microbatches together; tensor n is the n-th that a layer "
+             "saves.", partial(pictures.tensors, rank)),
         ]  # fmt: skip
     return found
 
@@ -132,7 +113,8 @@ def _phases(rank: RankFiles) -> str:
             what, _ms(values.get("without_plan")), _ms(values["predicted"]), _ms(values["measured"]),
             _difference(values) if name == "step_ms" else "", "",
         ))  # fmt: skip
-    return _card("Predicted and measured", _table(("", "nothing swapped", "predicted", "measured", "off by", "reserved"), rows))
+    columns = ("", "nothing swapped", "predicted", "measured", "off by", "reserved")
+    return _card("Predicted and measured", _table(columns, rows))
 
 
 def _search(rank: RankFiles) -> str:
@@ -159,7 +141,7 @@ def _all_ranks(ranks: Sequence[RankFiles]) -> str:
             format_bytes(pictures.peak_of(rank, "measured")), format_bytes(step["bytes_out"]), hidden,
             _ms(step["step_ms"]["measured"]), format_bytes(rank.summary["host"]["peak_used_bytes"]),
         ))  # fmt: skip
-    columns = ("rank", "peak, nothing swapped", "peak", "out", "hidden", "step", "host")
+    columns = ("rank", "peak, no swap", "peak", "out", "hidden", "step", "host")
     draw = partial(pictures.ranks, ranks)
     picture = "" if not any(rank.step for rank in ranks) else "".join(
         f"<div class={size}>{pictures.svg(draw, 'ranks', size)}</div>" for size in pictures.SIZES

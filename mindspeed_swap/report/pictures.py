@@ -27,6 +27,7 @@ WHERE = {"swapped": "#2563eb", "kept": "#94a3b8", "immovable": "#e2c799"}
 PHASE_COLORS = {"forward": "#dbeafe", "backward": "#fef3c7", "optimizer": "#dcfce7"}
 MICROBATCH_COLORS = {"forward": ("#93b8f4", "#6f9ff0"), "backward": ("#f0c35c", "#e0a92f")}  # even, odd
 OPTIMIZER_COLOR, OUTSIDE_COLOR = "#86c79a", "#cbd2d9"
+LANE_NAMES = dict(zip(LANES, ("microbatches", "layers", "stalls", "to host", "to device"), strict=True))
 LANE_COLORS = {STALLS: "#dc2626", TO_HOST: "#7c3aed", TO_DEVICE: "#0891b2"}
 SIZES = {"wide": 10.4, "narrow": 4.3}  # inches of 96 pixels: a page of 1280, and of 400 pixels
 NARROWEST = 1500  # spans closer than this part of the step are drawn as one
@@ -122,8 +123,7 @@ def lanes(rank: RankFiles, size: str) -> Figure:
     for row, lane in enumerate(reversed(LANES)):
         for fill, spans in _merged(by_lane[lane], lambda event, lane=lane: color(lane, event), rank):
             axes.broken_barh(spans, (row - 0.36, 0.72), facecolors=[fill], linewidth=0)
-    short = {MICROBATCHES: "microbatches", LAYERS: "layers", STALLS: "stalls", TO_HOST: "to host", TO_DEVICE: "to device"}
-    axes.set_yticks(range(len(LANES)), [short[lane] for lane in reversed(LANES)], color=INK)
+    axes.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)], color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(-0.6, len(LANES) - 0.4)
@@ -202,14 +202,14 @@ def _largest(rows: Sequence[dict[str, Any]]) -> float:
     return max((sum(row[f"{where}_bytes"] for where in WHERE) for row in rows), default=0)
 
 
-def _stack(bar: Callable[..., Any], positions: Iterable[int], rows: Sequence[dict[str, Any]], **thickness: float) -> None:
+def _stack(bar: Callable[..., Any], places: Iterable[int], rows: Sequence[dict[str, Any]], **thickness: float) -> None:
     unit, _ = _unit(_largest(rows))
     offsets = [0.0] * len(rows)
     base = "left" if "height" in thickness else "bottom"
     for where, color in WHERE.items():
         values = [row[f"{where}_bytes"] / unit for row in rows]
         if any(values):
-            bar(positions, values, color=color, label=where, **{base: offsets}, **thickness)
+            bar(places, values, color=color, label=where, **{base: offsets}, **thickness)
         offsets = [offset + value for offset, value in zip(offsets, values, strict=True)]
 
 
@@ -235,6 +235,7 @@ def ranks(files: Sequence[RankFiles], size: str) -> Figure:
 def _name_bars(axes: Any, names: Sequence[str], size: str) -> None:
     every = -(-len(names) // (32 if size == "wide" else 10))  # as many names as there is room for
     axes.set_xticks(range(0, len(names), every), names[::every])
+    axes.set_xlim(-0.6, max(len(names), 8 if size == "wide" else 4) - 0.4)  # a few bars stay bars
 
 
 def peak_of(rank: RankFiles, which: str) -> int:

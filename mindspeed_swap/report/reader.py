@@ -16,6 +16,16 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "steps": int, "capacity_bytes": int, "target_bytes": int, "peak_bytes": int, "plan": dict, "tries": list,
     "stable": dict, "host": dict, "step": (dict, type(None)),
 }  # fmt: skip
+# Numbers, by path; the first two are there before any step was recorded.
+_NUMBERS = (
+    "host.budget_bytes", "host.peak_used_bytes",
+    "step.step_ms.measured", "step.step_ms.without_plan", "step.stall_ms.measured",
+    "step.bytes_out", "step.bytes_in", "step.counters.*",
+    "step.phases.*.peak_allocated_bytes.measured", "step.phases.*.peak_allocated_bytes.without_plan",
+    "step.phases.*.peak_reserved_bytes.measured",
+    "step.layers.*.swapped_bytes", "step.layers.*.kept_bytes", "step.layers.*.immovable_bytes",
+    "step.tensors.*.swapped_bytes", "step.tensors.*.kept_bytes", "step.tensors.*.immovable_bytes",
+)  # fmt: skip
 
 
 @dataclass
@@ -43,7 +53,7 @@ class RunFiles:
 
 
 def read(directory: str, run: str | None = None) -> RunFiles:
-    """Raises SettingError for a directory that is none of ours, is damaged, or holds several runs and none is chosen."""
+    """Raises SettingError for a directory that is not ours or damaged, or holds several runs and none is chosen."""
     root = Path(directory)
     if not root.is_dir():
         raise SettingError(f"{directory}: no such directory; give the one that --swap-report-dir named")
@@ -51,8 +61,8 @@ def read(directory: str, run: str | None = None) -> RunFiles:
     summaries = {int(folder.name[4:]): folder for folder in folders if (folder / "summary.json").exists()}
     if not summaries:
         raise SettingError(
-            f"{directory}: no rank<N>/summary.json in it; give the directory that --swap-report-dir named (a run writes "
-            "there once it has a plan, and at its end)"
+            f"{directory}: no rank<N>/summary.json in it; give the directory that --swap-report-dir named (a run "
+            "writes there once it has a plan, and at its end)"
         )
     found = {rank: _load(folder / "summary.json", _check_summary) for rank, folder in summaries.items()}
     by_run: dict[str, list[int]] = {}
@@ -73,7 +83,7 @@ def read(directory: str, run: str | None = None) -> RunFiles:
     missing = sorted(set(range(world)) - set(by_run[run]))
     if missing:
         ranks = ", ".join(map(str, missing))
-        files.problems.append(f"no summary.json of rank {ranks}: the run has {world} ranks, {world - len(missing)} shown")
+        files.problems.append(f"no summary.json of rank {ranks}: {world - len(missing)} of {world} ranks are shown")
     return files
 
 
@@ -110,24 +120,28 @@ def _check_summary(data: Any) -> None:
     for name, kind in _FIELDS.items():
         if not isinstance(data[name], kind):
             raise ValueError(f"{name} is {data[name]!r:.40}")
-    for name in ("budget_bytes", "peak_used_bytes"):
-        data["host"][name] + 0
-    if data["step"] is not None:
-        step = data["step"]
-        for name in ("step_ms", "stall_ms"):
-            step[name]["measured"] + 0.0
-        for phase in step["phases"].values():
-            phase["peak_allocated_bytes"]["measured"] + phase["peak_allocated_bytes"]["without_plan"]
-            phase["peak_reserved_bytes"]["measured"] + 0
-        for row in (*step["layers"], *step["tensors"]):
-            row["swapped_bytes"] + row["kept_bytes"] + row["immovable_bytes"] + row["chunk"]
-        for name in ("bytes_out", "bytes_in", "copy_ms", "hidden_share", "counters", "notes"):
-            step[name]
+    for path in _NUMBERS if data["step"] else _NUMBERS[:2]:
+        _check_numbers(data, path)
 
 
 def _check_trace(data: Any) -> None:
-    data["otherData"]["step_ms"] + 0.0
+    for path in ("otherData.step_ms", "traceEvents.*.pid"):
+        _check_numbers(data, path)
     for event in data["traceEvents"]:
-        if event["ph"] in "XC":
-            event["ts"] + event.get("dur", 0.0)
-            event["name"], event["args"]
+        for name in {"X": ("ts", "dur", "tid"), "C": ("ts", "args.bytes")}.get(event["ph"], ()):
+            _check_numbers(event, name)
+        if event["ph"] == "X" and not {"name", "cat", "args"} <= set(event):
+            raise ValueError(f"a span without name, category or arguments: {event!r:.80}")
+
+
+def _check_numbers(data: Any, path: str) -> None:
+    """Whatever the path leads to is a number. ``*``: every value of a list or an object."""
+    values = [data]
+    for name in path.split("."):
+        if name == "*":
+            values = [inner for value in values for inner in (value.values() if isinstance(value, dict) else value)]
+        else:
+            values = [value[name] for value in values]
+    for value in values:
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise ValueError(f"{path} is {value!r:.40}")

@@ -1,8 +1,8 @@
 """``rank<N>/summary.json``: one rank's figures. Sizes in bytes, times in milliseconds, null: not known.
 
-=================  ====================================================================================================
+=================  ================================================================================================
 field              meaning
-=================  ====================================================================================================
+=================  ================================================================================================
 version            of this schema
 run_id             the same on all ranks of a run; files with different ones are of different runs
 rank, world_size   which of how many
@@ -20,15 +20,15 @@ stable             counters since Stable began
 host               budget, pinned and most used bytes of host memory for swapped tensors
 step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
                    there is one, the last recorded. null before any step
-=================  ====================================================================================================
+=================  ================================================================================================
 
-Fields of ``step``; {measured, predicted, without_plan}: as it ran, as written down before it ran, and what the same step
-would take if nothing were swapped (simulated).
+Fields of ``step``; {measured, predicted, without_plan}: as it ran, as written down before it ran, and what the same
+step would take if nothing were swapped (simulated).
 
-==================  ===================================================================================================
+==================  =================================================================================================
 step_ms, stall_ms   time of the step; time in it that compute waited for copies
-phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator; what is
-                    reserved is not predicted
+phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (which is
+                    not predicted)
 static_bytes        allocated when the step began
 held_bytes          most held by activations at the end of a microbatch's forward
 bytes_out, _in      copied to the host and back, called-off copies included
@@ -38,7 +38,7 @@ counters            of the step: see ``core/step.py``
 layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped, kept,
                     immovable (kept because they cannot be moved)
 notes               sentences: what a reader must not miss
-==================  ===================================================================================================
+==================  =================================================================================================
 """
 from __future__ import annotations
 
