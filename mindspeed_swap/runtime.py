@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.core.link import probe_link
+from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.solve import Infeasible
 from mindspeed_swap.core.swap_manager import SwapManager
@@ -25,8 +26,8 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.summary import write_summary
-from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.report.writer import ReportWriter
+from mindspeed_swap.smart_swap.search import Phase, SmartSwap
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
@@ -43,9 +44,10 @@ class Runtime:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
-        self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
+        self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
+        self.smart_swap = self._new_search()
+        self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
+        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self.in_step = False
@@ -53,8 +55,9 @@ class Runtime:
 
     # ---- called by the patches
     @contextmanager
-    def step(self, models: list[Any], optimizer: Any) -> Iterator[None]:
-        """One training step. What it did decides how the next one runs."""
+    def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
+        """One training step. What it did decides how the next one of as many microbatches runs."""
+        self._choose_search(microbatches)
         self._models = models
         self._microbatches.clear()
         self._in_optimizer = False
@@ -77,8 +80,9 @@ class Runtime:
             raise SettingError(
                 f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
             ) from None
-        if changed and self._options.report_dir:
-            self.report()
+        if changed:
+            # The trace is large: not while tries still follow one another.
+            self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
@@ -94,6 +98,10 @@ class Runtime:
         _end_if_terminated()
         return self.manager.layer(number) if self.in_step else _NOTHING
 
+    def recomputed(self) -> Any:
+        """A checkpointed part of the model: it saves its inputs after it has run."""
+        return self.manager.recomputed() if self.in_step else _NOTHING
+
     def enter_optimizer(self) -> None:
         _end_if_terminated()
         if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
@@ -104,25 +112,40 @@ class Runtime:
         self.manager.movable.will_vanish(tensor)
 
     # ---- the rest
+    def _new_search(self) -> SmartSwap:
+        return SmartSwap(self._accelerator.memory().capacity_bytes)
+
+    def _choose_search(self, microbatches: int) -> None:
+        """Batch size ramp-up changes how many microbatches a step has: each number has plans of its own."""
+        steps = self.smart_swap.steps
+        if not self._searches:
+            self._searches[microbatches] = self.smart_swap
+        elif microbatches not in self._searches:
+            say(f"smart-swap: {microbatches} microbatches from step {steps + 1} on: planned anew")
+            self._searches[microbatches] = self._new_search()
+        self.smart_swap = self._searches[microbatches]
+        self.smart_swap.steps = steps
+
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
         return StepTrace(
             model=self._options.model,
             capacity_bytes=memory.capacity_bytes,
             static_bytes=memory.allocated_bytes,
-            d2h_bytes_per_ms=self._d2h,
-            h2d_bytes_per_ms=self._h2d,
+            copy_overhead_ms=COPY_OVERHEAD_MS,
+            **asdict(self._link),
             has_optimizer_state=_has_state(optimizer),
         )
 
-    def report(self) -> None:
-        assert self._options.report_dir is not None
-        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator)
+    def report(self, *, with_trace: bool) -> None:
+        if self._report is not None and self.smart_swap.steps:
+            self._report.write_summary(self.smart_swap, self.pool, self._accelerator.name)
+            if with_trace:
+                self._report.write_trace(self.smart_swap.shown)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
-        if self._options.report_dir and self.smart_swap.steps:
-            self.report()
+        self.report(with_trace=True)
         self._guard.close()
         self.manager.close()
         self.pool.close()

@@ -6,17 +6,21 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
     EXIT,
     FORWARD,
     OUTSIDE,
+    CopyRecord,
+    Key,
     Point,
     Position,
     SavedRecord,
     StepTrace,
+    WaitRecord,
 )
+from mindspeed_swap.core.waits import Wait
 
 
 def _use_count(address: int) -> int:
@@ -55,6 +59,8 @@ class Recorder:
         self._not_sole: dict[int, SavedTensor] = {}
         self._resident: dict[int, int] = {}  # serial -> bytes on the device now
         self._resident_bytes = 0
+        self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
+        self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
         self.trace = trace
         accelerator.take_interval()
         self._start = accelerator.record(accelerator.compute_stream())
@@ -65,7 +71,8 @@ class Recorder:
 
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
-        allocated = self._accelerator.memory().allocated_bytes
+        memory = self._accelerator.memory()
+        allocated = memory.allocated_bytes
         index = self._next
         for serial, saved in list(self._not_sole.items()):
             if is_sole_holder(saved, self._sole_count):
@@ -73,8 +80,11 @@ class Recorder:
                 del self._not_sole[serial]
         self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
         self.trace.points.append(
-            Point(position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes)
-        )
+            Point(
+                position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes,
+                memory.reserved_bytes,
+            )
+        )  # fmt: skip
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
 
@@ -109,6 +119,14 @@ class Recorder:
             self._resident[saved.serial] = saved.nbytes
             self._resident_bytes += saved.nbytes
 
+    def copied(self, saved: SavedTensor, to_host: bool, before: Event, after: Event) -> None:
+        """Its copy is queued between the two events."""
+        self._copies.append((saved.key, saved.nbytes, to_host, before, after))
+
+    def waited(self, saved: SavedTensor, wait: Wait, before: Event, after: Event) -> None:
+        """Compute waited for its copy between the two events."""
+        self._waits.append((saved.key, self._next, wait.name, before, after))
+
     def died(self, saved: SavedTensor) -> None:
         """Found dead before the next point is closed."""
         self.left(saved)
@@ -118,13 +136,28 @@ class Recorder:
             record.died = self._next
 
     def finish(self) -> StepTrace:
-        """Waits for the device, fills in the times and says of every record whether it can be moved at all."""
+        """Waits for the device, fills in the times (as if compute had never waited for a copy: a plan brings waits of
+        its own) and says of every record whether it can be moved at all."""
         trace = self.trace
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
-        for point, mark in zip(trace.points, self._marks, strict=True):
-            point.time_ms = self._accelerator.elapsed_ms(self._start, mark)
-        trace.step_ms = self._accelerator.elapsed_ms(self._start, end)
+
+        def since_start(event: Event) -> float:
+            return self._accelerator.elapsed_ms(self._start, event)
+
+        for key, nbytes, to_host, before, after in self._copies:
+            self._accelerator.synchronize(after)  # the last ones may outlast the step
+            trace.copies.append(CopyRecord(key, nbytes, to_host, since_start(before), since_start(after)))
+        for key, index, cause, before, after in self._waits:
+            trace.waits.append(WaitRecord(key, index, cause, since_start(before), since_start(after)))
+        waits = iter(trace.waits)
+        wait = next(waits, None)
+        for index, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
+            while wait is not None and wait.point <= index:
+                trace.stall_ms += wait.end_ms - wait.start_ms
+                wait = next(waits, None)
+            point.time_ms = since_start(mark) - trace.stall_ms
+        trace.step_ms = since_start(end)
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

@@ -36,6 +36,11 @@ class Key(NamedTuple):
     layer: int
     ordinal: int
 
+    def __str__(self) -> str:
+        where = f"layer {self.layer}" if self.layer else "outside the layers"
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"microbatch {self.microbatch}{chunk}, {where}, tensor {self.ordinal}"
+
 
 class Position(NamedTuple):
     """Names one point of a step. For FORWARD and BACKWARD saves and reads, the last four fields are the Key."""
@@ -61,11 +66,12 @@ class Point:
     """One event, and the figures of the interval that it closes."""
 
     position: Position
-    time_ms: float  # device time since the start of the step
+    time_ms: float  # device time since the start of the step, without waits for copies
     allocated_bytes: int  # at this point, from the allocator
     peak_bytes: int  # most bytes allocated at once in the interval, from the allocator
     request_bytes: int  # largest single allocation in the interval
     resident_bytes: int  # saved tensors resident through the interval (see above)
+    reserved_bytes: int = 0  # at this point, by the allocator, of the device
 
 
 @dataclass(slots=True)
@@ -98,6 +104,28 @@ class ModuleRecord:
 
 
 @dataclass(slots=True)
+class CopyRecord:
+    """One copy between device and host, as it ran. Times count from the start of the step, waits included."""
+
+    key: Key
+    nbytes: int
+    to_host: bool
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(slots=True)
+class WaitRecord:
+    """Compute waited for a copy of this tensor, or found at the wait that it need not. Times as of copies."""
+
+    key: Key
+    point: int  # the first one after the wait
+    cause: str  # name of the Wait
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(slots=True)
 class StepTrace:
     """One recorded step of one rank (so of one pipeline stage)."""
 
@@ -106,7 +134,7 @@ class StepTrace:
     static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
     d2h_bytes_per_ms: float  # with nothing else on the link
     h2d_bytes_per_ms: float
-    step_ms: float = 0.0
+    step_ms: float = 0.0  # as measured, waits of compute for copies included
     held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
     has_optimizer_state: bool = False
     points: list[Point] = field(default_factory=list)
@@ -116,12 +144,27 @@ class StepTrace:
     d2h_both_bytes_per_ms: float = 0.0  # while the other direction is busy too; 0: not measured, as alone
     h2d_both_bytes_per_ms: float = 0.0
     copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
+    stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
+    copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
+    waits: list[WaitRecord] = field(default_factory=list)
     version: int = TRACE_VERSION
 
     def base_bytes(self, index: int) -> int:
         """What interval ``index`` needs besides the saved tensors that are resident through it."""
         point = self.points[index]
         return max(0, point.peak_bytes - point.resident_bytes)
+
+    def measured_ms(self) -> list[float]:
+        """When each point was really reached: its time, and all waits before it."""
+        waits = iter(self.waits)
+        wait = next(waits, None)
+        waited, times = 0.0, []
+        for index, point in enumerate(self.points):
+            while wait is not None and wait.point <= index:
+                waited += wait.end_ms - wait.start_ms
+                wait = next(waits, None)
+            times.append(point.time_ms + waited)
+        return times
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -142,6 +185,8 @@ class StepTrace:
                     ModuleRecord, value, where, key=tuple_of(ModuleKey), frees=keys, keeps=keys
                 )
             ),
+            copies=list_of(lambda value, where: build(CopyRecord, value, where, key=tuple_of(Key))),
+            waits=list_of(lambda value, where: build(WaitRecord, value, where, key=tuple_of(Key))),
         )
         count = len(trace.points)
         known = {record.key for record in trace.saved}

@@ -122,7 +122,7 @@ def test_a_plan_for_another_step(sim):
 
 def test_garbage_storms(sim):
     """Handles die inside the manager's and the pool's locks, in any thread."""
-    body, leaves = blocks(4, width=32)
+    body, leaves = blocks(2, width=32)
     plain = run_step(body, leaves)
     manager = new_manager(sim)
     plan = recorded_plan(body, leaves, manager, prefetch=2)
@@ -139,13 +139,13 @@ def test_garbage_storms(sim):
         cycle = [loss]
         cycle.append(cycle)
 
-    threads = [threading.Thread(target=storm) for _ in range(2)]
+    threads = [threading.Thread(target=storm)]
     before = gc.get_threshold()
     gc.set_threshold(1)
     for thread in threads:
         thread.start()
     try:
-        for _ in range(3):
+        for _ in range(2):
             abandoned()
             manager.evict(1 << 18)
             assert_same(run_step(body, leaves, manager, plan), plain)

@@ -7,12 +7,12 @@ import sys
 from typing import Any
 
 import pytest
+from traces import MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.explain import explain
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.solve import solve
 from mindspeed_swap.core.trace import StepTrace
-from tests.core.traces import MIB, Shape, megatron_trace
 
 TRACE = megatron_trace(Shape(layers=4))
 PLAN = solve(TRACE, 6500 * MIB)

@@ -172,3 +172,17 @@ def test_tensors_of_an_earlier_step_belong_to_the_base(sim):
     trace = record(tiny(leaf), [leaf], manager)
     assert len(trace.saved) == 4 and trace.points[1].resident_bytes == 0
     old.backward()
+
+
+def test_recorded_times_are_free_of_waits_for_copies(sim):
+    body, leaves = blocks(4, width=128, tokens=256)
+    manager = new_manager(sim)
+    plan = recorded_plan(body, leaves, manager)
+    device.set_link(0.01, 0.01)
+    copies_ms = plan.swap_bytes / 0.01e6
+    trace = record(body, leaves, manager, plan)
+    assert trace.stall_ms > copies_ms  # out and back, and next to nothing to hide behind
+    assert trace.points[-1].time_ms == pytest.approx(trace.step_ms - trace.stall_ms, abs=5.0)
+    assert trace.points[-1].time_ms < copies_ms / 2
+    times = [point.time_ms for point in trace.points]
+    assert times == sorted(times)

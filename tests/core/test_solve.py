@@ -8,13 +8,13 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import MIB, Shape, megatron_trace, random_trace
 
-from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, run_lanes
+from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.simulate import memory_curve, place, plain_step_ms, simulate
 from mindspeed_swap.core.solve import Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import StepTrace
-from tests.core.traces import MIB, Shape, megatron_trace, random_trace
 
 HUGE = 1 << 60
 

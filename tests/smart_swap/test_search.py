@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import pytest
+from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.solve import Infeasible, floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.search import MAX_TRIES, Phase, SmartSwap
-from tests.core.traces import Shape, megatron_trace
 
 SHAPE = Shape(layers=6)
 

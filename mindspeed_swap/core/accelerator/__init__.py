@@ -17,10 +17,12 @@ from mindspeed_swap.core.accelerator.base import (
 from mindspeed_swap.errors import SettingError
 
 DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"
+CAPACITY_VARIABLE = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 DEVICES = ("auto", "cuda", "npu", "sim")
 
-__all__ = ["DEVICES", "DEVICE_VARIABLE", "Accelerator", "DeviceMemory", "Event", "Interval", "Stream",
-           "device_choice", "get_accelerator", "prepare_device"]
+__all__ = [  # fmt: skip
+    "CAPACITY_VARIABLE", "DEVICES", "DEVICE_VARIABLE", "Accelerator", "DeviceMemory", "Event", "Interval", "Stream",
+    "cap_device", "device_choice", "get_accelerator", "prepare_device"]
 
 
 def device_choice() -> str:
@@ -39,6 +41,15 @@ def prepare_device(asked_by: str) -> None:
         from mindspeed_swap.core.accelerator.cuda import prepare_allocator
 
         prepare_allocator(asked_by)
+
+
+def cap_device(index: int) -> None:
+    """MINDSPEED_SWAP_DEVICE_CAPACITY caps device ``index`` whether a feature is on or not. (The simulated device and a
+    device that a feature uses cap themselves.) Without the variable it touches nothing."""
+    if CAPACITY_VARIABLE in os.environ and device_choice() in ("auto", "cuda") and torch.cuda.device_count() > index:
+        from mindspeed_swap.core.accelerator.cuda import apply_capacity
+
+        apply_capacity(index)
 
 
 @cache

@@ -68,6 +68,25 @@ def prepare_allocator(asked_by: str) -> None:
         say(f"expandable segments switched on for {asked_by}; set PYTORCH_CUDA_ALLOC_CONF to decide for yourself")
 
 
+def apply_capacity(index: int) -> int:
+    """Cap device ``index`` for this process as MINDSPEED_SWAP_DEVICE_CAPACITY says. Returns the device's own bytes.
+
+    Creates a CUDA context. Raises SettingError if the device has less.
+    """
+    # The figure that the allocator multiplies its fraction with; the device's properties say a little less.
+    total_bytes = torch.cuda.mem_get_info(index)[1]
+    text = os.environ.get(CAPACITY)
+    if text:
+        wanted = parse_bytes(text, CAPACITY)
+        if wanted > total_bytes:
+            raise SettingError(
+                f"{CAPACITY}={text!r} is more than the {format_bytes(total_bytes)} ({total_bytes} bytes) "
+                f"of {torch.cuda.get_device_name(index)}: give less, or unset it to use all of the device"
+            )
+        torch.cuda.set_per_process_memory_fraction(wanted / total_bytes, index)
+    return total_bytes
+
+
 class CudaAccelerator(Accelerator):
     """The current CUDA device of this process. One per process."""
 
@@ -84,24 +103,10 @@ class CudaAccelerator(Accelerator):
         torch.cuda.init()
         self._index = torch.cuda.current_device()
         self._device = torch.device("cuda", self._index)
-        # The figure that the allocator multiplies its fraction with; the device's properties say a little less.
-        self._total_bytes = torch.cuda.mem_get_info(self._index)[1]
-        self._apply_capacity()
+        self._total_bytes = apply_capacity(self._index)
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
         self._watch, self._hooked = _watch_allocator(self._index)
         atexit.register(self.close)  # no handler may be called, nor keep tensors alive, while Python goes away
-
-    def _apply_capacity(self) -> None:
-        text = os.environ.get(CAPACITY)
-        if not text:
-            return
-        wanted = parse_bytes(text, CAPACITY)
-        if wanted > self._total_bytes:
-            raise SettingError(
-                f"{CAPACITY}={text!r} is more than the {format_bytes(self._total_bytes)} ({self._total_bytes} bytes) "
-                f"of {torch.cuda.get_device_name(self._index)}: give less, or unset it to use all of the device"
-            )
-        torch.cuda.set_per_process_memory_fraction(wanted / self._total_bytes, self._index)
 
     # ---- whose memory
     def owns(self, tensor: torch.Tensor) -> bool:
