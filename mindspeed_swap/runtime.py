@@ -45,7 +45,8 @@ class Runtime:
         link = probe_link(self._accelerator, self.pool)
         self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
         self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
+        self.smart_swap = self._new_search()
+        self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
         self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
@@ -54,8 +55,9 @@ class Runtime:
 
     # ---- called by the patches
     @contextmanager
-    def step(self, models: list[Any], optimizer: Any) -> Iterator[None]:
-        """One training step. What it did decides how the next one runs."""
+    def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
+        """One training step. What it did decides how the next one of as many microbatches runs."""
+        self._choose_search(microbatches)
         self._models = models
         self._microbatches.clear()
         self._in_optimizer = False
@@ -96,6 +98,10 @@ class Runtime:
         _end_if_terminated()
         return self.manager.layer(number) if self.in_step else _NOTHING
 
+    def recomputed(self) -> Any:
+        """A checkpointed part of the model: it saves its inputs after it has run."""
+        return self.manager.recomputed() if self.in_step else _NOTHING
+
     def enter_optimizer(self) -> None:
         _end_if_terminated()
         if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
@@ -106,6 +112,20 @@ class Runtime:
         self.manager.movable.will_vanish(tensor)
 
     # ---- the rest
+    def _new_search(self) -> SmartSwap:
+        return SmartSwap(self._accelerator.memory().capacity_bytes)
+
+    def _choose_search(self, microbatches: int) -> None:
+        """Batch size ramp-up changes how many microbatches a step has: each number has plans of its own."""
+        steps = self.smart_swap.steps
+        if not self._searches:
+            self._searches[microbatches] = self.smart_swap
+        elif microbatches not in self._searches:
+            say(f"smart-swap: {microbatches} microbatches from step {steps + 1} on: planned anew")
+            self._searches[microbatches] = self._new_search()
+        self.smart_swap = self._searches[microbatches]
+        self.smart_swap.steps = steps
+
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
         return StepTrace(

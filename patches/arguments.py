@@ -8,7 +8,9 @@ import os
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
+from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
 
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
@@ -43,11 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
-    if args.smart_swap and getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise SettingError(
-            "--smart-swap cannot be used with --overlap-moe-expert-parallel-comm: its schedule does not go through "
-            "forward_step, where saved tensors are seen; remove --overlap-moe-expert-parallel-comm"
-        )
+    found = compat.errors(args)
+    if found:
+        raise SettingError("\n".join(found))
 
 
 def _add_megatron_arguments(original: Any) -> Any:
@@ -71,10 +71,13 @@ def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.Argument
 def _validate_args(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
         result = original(args, *rest, **kwargs)
         options = Options.from_args(args)
         if options.any:
-            check(args)
+            check(args)  # again: what the script gave as defaults is known by now
+            for text in compat.untested(args):
+                say(text)
             from mindspeed_swap import megatron_adaptor
 
             megatron_adaptor.activate(options)

@@ -35,10 +35,11 @@ class ExecutedStep:
 class Scope:
     """Where in the step forward is: a microbatch of a model chunk, and the layer that runs."""
 
-    __slots__ = ("_ordinals", "chunk", "layer", "microbatch")
+    __slots__ = ("_ordinals", "chunk", "layer", "microbatch", "stays")
 
     def __init__(self, microbatch: int, chunk: int) -> None:
         self.microbatch, self.chunk, self.layer = microbatch, chunk, OUTSIDE
+        self.stays = False  # a layer that has returned still counts as the one that runs
         self._ordinals: dict[int, int] = {}
 
     def next_key(self) -> Key:

@@ -145,7 +145,21 @@ class SwapManager:
                 yield
             self._at(scope.border(EXIT))
         finally:
-            scope.layer = outer
+            scope.layer = number if scope.stays else outer
+
+    @contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """A part that saves its inputs only after it has run (reentrant checkpoint). Around layers, what it saves
+        belongs to the last of them."""
+        scope = self._scope
+        if scope is None or scope.layer != OUTSIDE:
+            yield
+            return
+        scope.stays = True
+        try:
+            yield
+        finally:
+            scope.stays, scope.layer = False, OUTSIDE
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
@@ -181,7 +195,7 @@ class SwapManager:
 
     def _follow_plan(self, saved: SavedTensor) -> None:
         swap = self._swaps.get(saved.key)
-        if swap is not None and swap.nbytes == saved.nbytes:  # else the plan was made for another shape: keep it
+        if swap is not None:  # whatever its size is in this step: what an expert saves varies with its tokens
             saved.release = swap.release
             self._mover.offload(saved)
 
