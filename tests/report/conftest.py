@@ -1,6 +1,7 @@
 """The simulated device, and what runs on it, for tests of the report."""
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -47,12 +48,13 @@ class _NoHost:
     budget_bytes, pinned_bytes, peak_used_bytes = 8 << 30, 1 << 30, 1 << 29
 
 
-def searched(**shape: int) -> SmartSwap:
+@functools.cache
+def searched() -> SmartSwap:
     """A SmartSwap that has found its plan on recorded Megatron-like steps."""
-    trace = megatron_trace(Shape(**{"layers": 4, **shape}))
+    trace = megatron_trace(Shape(layers=4))
     search = SmartSwap((floor(trace).reachable_bytes + trace.capacity_bytes) // 2)
     while search.phase is not Phase.STABLE:
-        search.after_step(StepStats(), megatron_trace(Shape(**{"layers": 4, **shape})))
+        search.after_step(StepStats(), megatron_trace(Shape(layers=4)))
     return search
 
 

@@ -1,5 +1,5 @@
-"""Case 32: memory "saved" while the peak did not move, because it sat in another phase. Peaks are reported by phase, and
-a plan that does not touch the phase of the peak says so."""
+"""Case 32: memory "saved" while the peak did not move, because it sat in another phase. Peaks are reported by phase,
+and a plan that does not touch the phase of the peak says so."""
 import torch
 from swapping import blocks, new_manager, new_trace, swap_all
 

@@ -54,7 +54,8 @@ def test_damaged_summary(tmp_path, content, told):
 
 
 @pytest.mark.parametrize(
-    "path", ["host.budget_bytes", "step.step_ms.measured", "step.phases.forward.peak_allocated_bytes.measured", "step.layers"]
+    "path",
+    ["host.budget_bytes", "step.step_ms.measured", "step.phases.forward.peak_allocated_bytes.measured", "step.layers"],
 )
 def test_a_figure_of_the_wrong_type_is_named(write_run, path):
     def change(name, data):
@@ -71,7 +72,8 @@ def test_a_figure_of_the_wrong_type_is_named(write_run, path):
 def test_two_runs_in_one_directory(write_run):
     write_run(ranks=4, run_id="older")
     directory = str(write_run(ranks=2, run_id="newer"))
-    with pytest.raises(SettingError, match=r"files of 2 runs \(newer: ranks 0, 1; older: ranks 2, 3\): choose one with --run"):
+    told = r"files of 2 runs \(newer: ranks 0, 1; older: ranks 2, 3\): choose one with --run"
+    with pytest.raises(SettingError, match=told):
         read(directory)
     assert [rank.rank for rank in read(directory, "newer").ranks] == [0, 1]
     assert read(directory, "older").problems == ["no summary.json of rank 0, 1: 2 of 4 ranks are shown"]

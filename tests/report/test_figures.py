@@ -39,7 +39,8 @@ def test_measured_times_are_those_of_the_trace_with_the_waits_put_back():
     trace = megatron_trace(Shape(layers=2))
     plain = [point.time_ms for point in trace.points]
     assert trace.measured_ms() == plain
-    trace.waits = [WaitRecord(KEY, 3, "X", 0.0, 2.0), WaitRecord(KEY, 3, "X", 2.0, 3.0), WaitRecord(KEY, 7, "X", 9.0, 10.0)]
+    waits = (3, 0.0, 2.0), (3, 2.0, 3.0), (7, 9.0, 10.0)
+    trace.waits = [WaitRecord(KEY, point, "USE_AFTER_LOAD", start, end) for point, start, end in waits]
     found = [after - before for after, before in zip(trace.measured_ms(), plain, strict=True)]
     assert found == pytest.approx([0.0] * 3 + [3.0] * 4 + [4.0] * (len(plain) - 7))
     assert StepTrace.from_json(trace.to_json()) == trace

@@ -42,6 +42,7 @@ def test_nothing_is_loaded_from_anywhere(write_run, matplotlib):
     assert "default-src 'none'" in page
 
 
+@pytest.mark.filterwarnings("ignore:constrained_layout not applied")  # such names leave no room for a picture
 def test_names_are_escaped_wherever_they_stand(write_run, matplotlib):
     def change(name, data):
         if name != "summary.json":
