@@ -39,7 +39,7 @@ def largest(tmp_path):
     (tmp_path / "trainer.sh").write_text(f'exec "$PYTHON" "{tmp_path}/trainer.py" "$@"\n')
 
     def run(*arguments, trainer=tmp_path / "trainer.sh", extra=None, **fake):
-        environment = dict(os.environ, **SHAPE, PYTHON=sys.executable, FAKE=json.dumps(fake), **(extra or {}))
+        environment = os.environ | SHAPE | {"PYTHON": sys.executable, "FAKE": json.dumps(fake)} | (extra or {})
         environment["CALLS"] = str(tmp_path / "calls")
         command = ["bash", str(ROOT / "scripts" / "largest_model.sh"), "--out", str(tmp_path / "out")]
         return subprocess.run(
