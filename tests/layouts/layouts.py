@@ -53,7 +53,8 @@ LAYOUTS: dict[str, Layout] = {
             _flags(
                 "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64 "
                 "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
-                "--moe-router-load-balancing-type aux_loss"
+                "--moe-router-load-balancing-type aux_loss "
+                "--lr 1e-5 --min-lr 1e-6"  # routing as in the middle of a training: it varies, and does not run away
             ),
             {**_DP2, "MBS": "16", "GBS": "32", "LAYERS": "4"},
         ),
