@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +13,7 @@ class Options:
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
+    layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
 
     @property
     def any(self) -> bool:
@@ -24,7 +27,9 @@ class Options:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, _fingerprint(args))
+        layout = {name: getattr(args, name, None) for name in _SHAPES}
+        model = " ".join(f"{name}={value}" for name, value in layout.items())
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, model, layout)
 
 
 _SHAPES = (
@@ -34,7 +39,3 @@ _SHAPES = (
     "data_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "recompute_granularity",
     "recompute_modules",
 )  # fmt: skip
-
-
-def _fingerprint(args: argparse.Namespace) -> str:
-    return " ".join(f"{name}={getattr(args, name, None)}" for name in _SHAPES)

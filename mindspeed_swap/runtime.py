@@ -25,8 +25,8 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.summary import write_summary
-from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.report.writer import ReportWriter
+from mindspeed_swap.smart_swap.search import Phase, SmartSwap
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
@@ -47,6 +47,7 @@ class Runtime:
         self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
         self.smart_swap = self._new_search()
         self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
+        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self.in_step = False
@@ -79,8 +80,9 @@ class Runtime:
             raise SettingError(
                 f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
             ) from None
-        if changed and self._options.report_dir:
-            self.report()
+        if changed:
+            # The trace is large: not while tries still follow one another.
+            self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
@@ -135,14 +137,15 @@ class Runtime:
             has_optimizer_state=_has_state(optimizer),
         )
 
-    def report(self) -> None:
-        assert self._options.report_dir is not None
-        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator)
+    def report(self, *, with_trace: bool) -> None:
+        if self._report is not None and self.smart_swap.steps:
+            self._report.write_summary(self.smart_swap, self.pool, self._accelerator.name)
+            if with_trace:
+                self._report.write_trace(self.smart_swap.shown)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
-        if self._options.report_dir and self.smart_swap.steps:
-            self.report()
+        self.report(with_trace=True)
         self._guard.close()
         self.manager.close()
         self.pool.close()

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )  # fmt: skip
     group.add_argument(
         "--swap-report-dir", default=None, metavar="DIR",
-        help="all features: write rank<N>/summary.json there: peaks, floor, tries, counters, host memory.",
+        help="all features: write rank<N>/summary.json and trace.json (Perfetto) there; see mindspeed-swap report.",
     )  # fmt: skip
     return parser
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_swap.core.trace import FORWARD, OUTSIDE, Key, Position
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.trace import FORWARD, OUTSIDE, Key, Position, StepTrace
 
 
 @dataclass(slots=True)
@@ -21,6 +22,15 @@ class StepStats:
     evicted_bytes: int = 0
     ineffective_bytes: int = 0  # released by the plan while somebody else held the storage
     host_full: int = 0  # kept on the device because the host budget was used up
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """A step that was recorded: what was planned and what happened."""
+
+    plan: Plan
+    stats: StepStats
+    trace: StepTrace
 
 
 class Scope:

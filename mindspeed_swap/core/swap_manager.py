@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
@@ -29,6 +29,7 @@ from mindspeed_swap.core.saved_tensor import (
     State,
     modified_in_place,
 )
+from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import Scope, StepStats
 from mindspeed_swap.core.trace import (
     BACKWARD,
@@ -59,14 +60,16 @@ class SwapManager:
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         skip_waits: frozenset[Wait] = frozenset(),
+        copy_streams: tuple[Stream, Stream] | None = None,
     ) -> None:
-        """``skip_waits`` is for tests: each wait removed must be noticed."""
+        """``copy_streams``: out and back, if they are not to be streams of its own. ``skip_waits`` is for tests: each
+        wait removed must be noticed."""
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
         self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
         self._lock = threading.RLock()
-        self._mover = Mover(accelerator, pool, self._lock, skip_waits)
+        self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
         self._dead: deque[SavedTensor] = deque()
@@ -132,7 +135,8 @@ class SwapManager:
         self._scope = scope
         try:
             self._at(scope.border(ENTER))
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            with span("forward of microbatch", microbatch), hooks:
                 yield
             self._at(scope.border(EXIT))
             self._release_overdue(scope)
@@ -149,7 +153,8 @@ class SwapManager:
         outer, scope.layer = scope.layer, number
         try:
             self._at(scope.border(ENTER))
-            yield
+            with span("forward of layer", number):
+                yield
             self._at(scope.border(EXIT))
         finally:
             scope.layer = number if scope.stays else outer
