@@ -140,7 +140,8 @@ class SmartSwap:
     def _enter(self, phase: Phase, why: str) -> None:
         say(
             f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, "
-            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
+            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}",
+            every_stage=True,
         )
         self.phase = phase
 
