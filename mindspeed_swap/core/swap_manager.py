@@ -44,7 +44,6 @@ from mindspeed_swap.core.trace import (
 )
 from mindspeed_swap.core.waits import Wait
 
-
 # Pushed-out tensors are fetched so many reads before backward wants them: about one layer's reads. More would take the
 # room that the layers in between need.
 LOOK_AHEAD_READS = 16
@@ -303,7 +302,7 @@ class SwapManager:
             self._thread.may_not_evict = False
 
     def _look_ahead(self, key: Key) -> None:
-        """Fetch what was pushed out and is wanted soon, as far as there is room. Needs an order from a recorded step."""
+        """Fetch what was pushed out and is wanted soon, as far as there is room. Needs the order of a recorded step."""
         now = self._read_index.get(key)
         if now is None:
             return

@@ -26,7 +26,7 @@ MAX_TRIES = 8
 NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
-# How far the bytes that steps save differ is looked at over so many of them: experts save more or less with every batch.
+# By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
 SPREAD_STEPS = 32
 
 

@@ -2,13 +2,14 @@
 
 Run by test_case_39: python recompute_program.py plain|patched
 """
-import sys
-
 import mindspeed_swap.megatron_adaptor as adaptor  # noqa: I001  before anything of Megatron
+
+import sys
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random
+
 from mindspeed_swap import runtime
 from mindspeed_swap.options import Options
 
