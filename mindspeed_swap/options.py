@@ -4,12 +4,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from mindspeed_swap.virtual_optimizer.amount import VirtualOptions, virtual_options
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     smart_swap: bool
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
+    virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
 
     @property
@@ -20,11 +23,14 @@ class Options:
     @property
     def names(self) -> str:
         """The flags of the features that are on, for messages."""
-        return "--smart-swap" if self.smart_swap else ""
+        on = {"--smart-swap": self.smart_swap, "--virtual-optimizer": self.virtual_optimizer is not None}
+        return ", ".join(flag for flag, is_on in on.items() if is_on)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, _fingerprint(args))
+        """Raises SettingError on values that cannot be."""
+        virtual = virtual_options(args)
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, virtual, _fingerprint(args))
 
 
 _SHAPES = (

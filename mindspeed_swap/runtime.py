@@ -27,6 +27,7 @@ from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.summary import write_summary
 from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
@@ -36,10 +37,20 @@ UNMEASURED_BYTES_PER_MS = 12e6
 class Runtime:
     """Built by the first call of ``get``: by then Megatron has chosen this rank's device."""
 
+    # Of --smart-swap. Without it nothing patched reaches them.
+    manager: SwapManager
+    smart_swap: SmartSwap | None = None
+
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
         self._accelerator = get_accelerator()
         self.pool = HostPool(self._accelerator, host_budget_bytes)
+        self._virtual: VirtualOptimizer | None = None
+        self.in_step = False
+        if options.smart_swap:
+            self._prepare_smart_swap()
+
+    def _prepare_smart_swap(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
@@ -48,7 +59,6 @@ class Runtime:
         self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self.in_step = False
         self._in_optimizer = False
 
     # ---- called by the patches
@@ -103,6 +113,15 @@ class Runtime:
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)
 
+    def virtual_optimizer(self, stage: int, stages: int) -> VirtualOptimizer:
+        """The one of this rank, which is in pipeline stage ``stage``."""
+        if self._virtual is None:
+            assert self._options.virtual_optimizer is not None
+            self._virtual = VirtualOptimizer(
+                self._options.virtual_optimizer, self._accelerator, self.pool, stage, stages
+            )
+        return self._virtual
+
     # ---- the rest
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
@@ -117,14 +136,16 @@ class Runtime:
 
     def report(self) -> None:
         assert self._options.report_dir is not None
-        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator)
+        virtual = self._virtual.summary() if self._virtual else None
+        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator, virtual)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
-        if self._options.report_dir and self.smart_swap.steps:
+        if self._options.report_dir and (self._virtual or (self.smart_swap and self.smart_swap.steps)):
             self.report()
-        self._guard.close()
-        self.manager.close()
+        if self.smart_swap:
+            self._guard.close()
+            self.manager.close()
         self.pool.close()
         self._accelerator.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.virtual_optimizer.amount import MODES
 
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
@@ -31,6 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="SmartSwap: record a step, survive out of memory meanwhile, plan which saved tensors go to host memory.",
     )  # fmt: skip
     group.add_argument(
+        "--virtual-optimizer", nargs="+", default=None, metavar="GB",
+        help="Adam's moments in host memory: all, or GB of 1024^3 bytes per rank: one for every pipeline stage or one each.",
+    )  # fmt: skip
+    group.add_argument(
+        "--virtual-optimizer-mode", choices=MODES, default="auto",
+        help="mapped: the optimizer's kernels use them where they are; streamed: they pass through device buffers.",
+    )  # fmt: skip
+    group.add_argument(
+        "--virtual-optimizer-master", action="store_true",
+        help="Move fp32 main parameters too: of parameters whose moments all move. They do not count as GB.",
+    )  # fmt: skip
+    group.add_argument(
         "--swap-host-memory", type=_gib, default=None, metavar="GB",
         help="all features: host memory per rank, in GB of 1024^3 bytes (default: a share of what the node has free).",
     )  # fmt: skip
@@ -41,8 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+# Of other owners of the optimizer's state: (attribute, flag, why).
+_OTHER_STATE = (
+    ("optimizer_cpu_offload", "--optimizer-cpu-offload", "it keeps the state on the host itself"),
+    ("use_precision_aware_optimizer", "--use-precision-aware-optimizer", "its state has scales beside the moments"),
+    ("use_megatron_fsdp", "--use-megatron-fsdp", "it owns the optimizer's state"),
+    ("use_torch_fsdp2", "--use-torch-fsdp2", "it owns the optimizer's state"),
+    ("optimizer_cuda_graph", "--optimizer-cuda-graph", "a captured step cannot be cut into slices"),
+)
+
+
 def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
+    if args.virtual_optimizer is not None:
+        for attribute, flag, why in _OTHER_STATE:
+            if getattr(args, attribute, False):
+                raise SettingError(f"--virtual-optimizer cannot be used with {flag}: {why}; remove one of them")
+        if getattr(args, "optimizer", "adam") != "adam":
+            raise SettingError(f"--virtual-optimizer is for Adam, not --optimizer {args.optimizer}; remove one of them")
     if args.smart_swap and getattr(args, "overlap_moe_expert_parallel_comm", False):
         raise SettingError(
             "--smart-swap cannot be used with --overlap-moe-expert-parallel-comm: its schedule does not go through "

@@ -18,12 +18,27 @@ from mindspeed_swap.smart_swap.search import SmartSwap
 SUMMARY_VERSION = 1
 
 
-def summarize(search: SmartSwap, pool: HostPool, accelerator: Accelerator) -> dict[str, Any]:
-    plan = search.plan
+def summarize(
+    search: SmartSwap | None, pool: HostPool, accelerator: Accelerator, virtual_optimizer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Of the features that are on: ``search`` and ``virtual_optimizer`` are None where theirs is not."""
     return {
         "version": SUMMARY_VERSION,
         "versions": {"mindspeed_swap": __version__, "torch": torch.__version__},
         "device": accelerator.name,
+        **(_smart_swap(search) if search else {}),
+        "virtual_optimizer": virtual_optimizer,
+        "host": {
+            "budget_bytes": pool.budget_bytes,
+            "pinned_bytes": pool.pinned_bytes,
+            "peak_used_bytes": pool.peak_used_bytes,
+        },
+    }
+
+
+def _smart_swap(search: SmartSwap) -> dict[str, Any]:
+    plan = search.plan
+    return {
         "phase": search.phase.value,
         "steps": search.steps,
         "capacity_bytes": search.capacity_bytes,
@@ -41,21 +56,23 @@ def summarize(search: SmartSwap, pool: HostPool, accelerator: Accelerator) -> di
             for t in search.tries
         ],
         "stable": asdict(search.stable),
-        "host": {
-            "budget_bytes": pool.budget_bytes,
-            "pinned_bytes": pool.pinned_bytes,
-            "peak_used_bytes": pool.peak_used_bytes,
-        },
     }
 
 
-def write_summary(directory: str, rank: int, search: SmartSwap, pool: HostPool, accelerator: Accelerator) -> None:
+def write_summary(
+    directory: str,
+    rank: int,
+    search: SmartSwap | None,
+    pool: HostPool,
+    accelerator: Accelerator,
+    virtual_optimizer: dict[str, Any] | None = None,
+) -> None:
     """Replaces the rank's file as a whole. A full disk is said and never stops training."""
     path = Path(directory) / f"rank{rank}" / "summary.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(summarize(search, pool, accelerator), indent=1) + "\n")
+        partial.write_text(json.dumps(summarize(search, pool, accelerator, virtual_optimizer), indent=1) + "\n")
         os.replace(partial, path)
     except OSError as error:
         say(f"report not written: {error}", every_rank=True)
