@@ -99,7 +99,7 @@ class Arena:
             unit.start, host = at, self.host_bytes[at : at + unit.nbytes]
             at += aligned(unit.nbytes)
             unit.resting = shaped_like(accelerator.map_host(host).view(unit.dtype), unit.parameter)
-            mark_swap_tensor(unit.resting)
+            mark_swap_tensor(unit.resting, accelerator)
             host.zero_()  # by the host: nothing on the device has seen this memory yet
         self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
         for unit in units:

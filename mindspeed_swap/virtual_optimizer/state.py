@@ -14,8 +14,8 @@ MASTER = "param"  # not a state key: the parameter itself
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """True for what we know how to make state for: torch's own, or a class that says Adam in its name."""
-    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) or "adam" in type(optimizer).__name__.lower()
+    """True for what we know how to make state for: torch's own, or a class with Adam in its name or a base's."""
+    return any("adam" in kind.__name__.lower() for kind in type(optimizer).__mro__)
 
 
 def has_step_per_parameter(optimizer: torch.optim.Optimizer) -> bool:

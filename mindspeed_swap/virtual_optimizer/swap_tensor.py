@@ -12,33 +12,34 @@ from typing import Any
 
 import torch
 
+from mindspeed_swap.core.accelerator import Accelerator, get_accelerator
+
 # torch keeps one Python object per storage as long as the storage lives, so the mark is seen from every view of it.
 _MARK = "_mindspeed_swap_host_backed"
 _FUNCTIONS = ("detach", "cpu", "npu", "cuda", "clone")
 
 
-def mark_swap_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    setattr(tensor.untyped_storage(), _MARK, True)
-    return tensor
+def mark_swap_tensor(tensor: torch.Tensor, accelerator: Accelerator) -> None:
+    """Tell it, and all its views, from other tensors of ``accelerator``."""
+    setattr(tensor.untyped_storage(), _MARK, accelerator)
+
+
+def _mark_of(tensor: torch.Tensor) -> Accelerator | None:
+    return getattr(tensor.untyped_storage(), _MARK, None) if tensor.layout is torch.strided else None
 
 
 def is_swap_tensor(tensor: Any) -> bool:
     """True for a tensor of the virtual optimizer and its views, and for one marked ``swap_tensor`` by the user."""
     if not isinstance(tensor, torch.Tensor):
         return False
-    if getattr(tensor, "swap_tensor", False):
-        return True
-    return tensor.layout is torch.strided and bool(getattr(tensor.untyped_storage(), _MARK, False))
+    return getattr(tensor, "swap_tensor", False) or _mark_of(tensor) is not None
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A plain host tensor of the same values, with memory of its own. Waits until they are there."""
-    from mindspeed_swap.core.accelerator import get_accelerator
-
     source = tensor.detach()
-    if is_swap_tensor(tensor):
-        source = _through_kernels(source)
-    return get_accelerator().host_copy(source)
+    accelerator = _mark_of(source) or get_accelerator()
+    return accelerator.host_copy(_through_kernels(source) if is_swap_tensor(tensor) else source)
 
 
 def _through_kernels(tensor: torch.Tensor) -> torch.Tensor:
