@@ -1,8 +1,9 @@
 """Hands the optimizers over as soon as Megatron has built them: state must be in its place before a checkpoint is loaded.
 
 Megatron without apex and Transformer Engine saves with the distributed optimizer but cannot load: it wants every
-parameter to have a step before there is state, and then gives all of them one step tensor. Both are mended here: state
-exists from the start, and ``load_state_dict`` gives each parameter its own step.
+parameter to have a step before there is state, gives all of them one step tensor, and then overwrites it with the one
+from before the load (or stops, in the format ``torch``). All are mended here: state exists from the start,
+``load_state_dict`` gives each parameter its own step, and nothing but ``load_state_dict`` sets it.
 """
 from __future__ import annotations
 
@@ -69,7 +70,17 @@ def _state_dict(original: Any) -> Any:
     return state_dict
 
 
+def _set_main_param_and_optimizer_states(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        return original(self, model_param, {**tensors, "step": None})  # None: leave it
+
+    return set_states
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 PATCHES: list[Patch] = [
     ("megatron.core.optimizer.get_megatron_optimizer", _get_megatron_optimizer),
-    ("megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.state_dict", _state_dict),
+    (f"{_DISTRIBUTED}.state_dict", _state_dict),
+    (f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _set_main_param_and_optimizer_states),
 ]

@@ -43,6 +43,7 @@ class VirtualOptimizer:
         self._mode = "mapped" if options.mode == "mapped" else "streamed"
         self._arenas: list[Arena] = []
         self._streamed: list[Streamed] = []
+        self._shared_step_said = False
 
     def attach(self, optimizers: Sequence[Optimizer], masters: Iterable[torch.Tensor] = ()) -> None:
         """Move the moments of a rank's optimizers. Call once, when they have been built and before anything is loaded.
@@ -65,7 +66,7 @@ class VirtualOptimizer:
         for optimizer, units in chosen:
             arena = self._placed(optimizer, units)
             self._arenas.append(arena)
-            keep_through_load(arena)
+            self._keep_through_load(arena)
             if self._mode == "streamed" and units:
                 self._streamed.append(Streamed(arena, self._accelerator, streams))
         self._say()
@@ -148,21 +149,20 @@ class VirtualOptimizer:
         for arena in self._arenas:
             arena.adopt()
 
+    def _keep_through_load(self, arena: Arena) -> None:
+        """The optimizer's ``load_state_dict`` from now on loads the arena's units in place, past the device.
 
-def keep_through_load(arena: Arena) -> None:
-    """The optimizer's ``load_state_dict`` from now on loads the arena's units in place, past the device.
+        On the instance, not by torch's hooks: Transformer Engine's FusedAdam makes its state again after those.
+        """
+        optimizer = arena.optimizer
+        load: Callable = optimizer.load_state_dict
 
-    On the instance, not by torch's hooks: Transformer Engine's FusedAdam makes its state again after those.
-    """
-    optimizer = arena.optimizer
-    load: Callable = optimizer.load_state_dict
+        def load_state_dict(state_dict: dict[str, Any]) -> None:
+            rest, values = arena.take_out(state_dict)
+            load(rest)
+            arena.put_in(values)
+            if own_steps(optimizer) and not self._shared_step_said:
+                self._shared_step_said = True
+                say("virtual optimizer: loaded parameters shared one step count; each has its own now")
 
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        rest, values = arena.take_out(state_dict)
-        load(rest)
-        arena.put_in(values)
-        shared = own_steps(optimizer)
-        if shared:
-            say("virtual optimizer: loaded parameters shared one step count; each has its own now")
-
-    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
