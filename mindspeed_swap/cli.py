@@ -42,9 +42,21 @@ def versions() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindspeed-swap", description="A memory hierarchy for Megatron training.")
     parser.add_argument("--version", action="store_true", help="versions and settings, for a bug report")
-    # A command adds a parser here with set_defaults(run=function of the parsed arguments -> exit code).
     parser.set_defaults(run=None)
+    # A command has a parser here with set_defaults(run=function of the parsed arguments -> exit code).
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    report = commands.add_parser("report", help="one HTML page and pictures from what --swap-report-dir wrote")
+    report.add_argument("dir", metavar="DIR", help="the folder given to --swap-report-dir")
+    report.add_argument("--out", metavar="FILE", help="the page (default: DIR/report.html); pictures go beside it")
+    report.add_argument("--run", dest="run_id", metavar="ID", help="which run, if DIR holds files of several")
+    report.set_defaults(run=_report)
     return parser
+
+
+def _report(args: argparse.Namespace) -> int:
+    from mindspeed_swap.report.command import make_report
+
+    return make_report(args.dir, args.out, args.run_id)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from mindspeed_swap.virtual_optimizer.amount import VirtualOptions, virtual_options
 
@@ -14,6 +16,7 @@ class Options:
     report_dir: str | None
     virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
+    layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
 
     @property
     def any(self) -> bool:
@@ -30,7 +33,9 @@ class Options:
     def from_args(cls, args: argparse.Namespace) -> Options:
         """Raises SettingError on values that cannot be."""
         virtual = virtual_options(args)
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, virtual, _fingerprint(args))
+        layout = {name: getattr(args, name, None) for name in _SHAPES}
+        model = " ".join(f"{name}={value}" for name, value in layout.items())
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, virtual, model, layout)
 
 
 _SHAPES = (
@@ -40,7 +45,3 @@ _SHAPES = (
     "data_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "recompute_granularity",
     "recompute_modules",
 )  # fmt: skip
-
-
-def _fingerprint(args: argparse.Namespace) -> str:
-    return " ".join(f"{name}={getattr(args, name, None)}" for name in _SHAPES)

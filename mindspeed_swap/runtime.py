@@ -25,8 +25,8 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.summary import write_summary
-from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.report.writer import ReportWriter
+from mindspeed_swap.smart_swap.search import Phase, SmartSwap
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
@@ -45,6 +45,7 @@ class Runtime:
         self._options = options
         self._accelerator = get_accelerator()
         self.pool = HostPool(self._accelerator, host_budget_bytes)
+        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._virtual: VirtualOptimizer | None = None
         self.in_step = False
         if options.smart_swap:
@@ -56,15 +57,17 @@ class Runtime:
         link = probe_link(self._accelerator, self.pool)
         self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
         self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
+        self.smart_swap = self._new_search()
+        self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self._in_optimizer = False
 
     # ---- called by the patches
     @contextmanager
-    def step(self, models: list[Any], optimizer: Any) -> Iterator[None]:
-        """One training step. What it did decides how the next one runs."""
+    def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
+        """One training step. What it did decides how the next one of as many microbatches runs."""
+        self._choose_search(microbatches)
         self._models = models
         self._microbatches.clear()
         self._in_optimizer = False
@@ -87,8 +90,9 @@ class Runtime:
             raise SettingError(
                 f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
             ) from None
-        if changed and self._options.report_dir:
-            self.report()
+        if changed:
+            # The trace is large: not while tries still follow one another.
+            self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
@@ -103,6 +107,10 @@ class Runtime:
     def layer(self, number: int) -> Any:
         _end_if_terminated()
         return self.manager.layer(number) if self.in_step else _NOTHING
+
+    def recomputed(self) -> Any:
+        """A checkpointed part of the model: it saves its inputs after it has run."""
+        return self.manager.recomputed() if self.in_step else _NOTHING
 
     def enter_optimizer(self) -> None:
         _end_if_terminated()
@@ -123,6 +131,20 @@ class Runtime:
         return self._virtual
 
     # ---- the rest
+    def _new_search(self) -> SmartSwap:
+        return SmartSwap(self._accelerator.memory().capacity_bytes)
+
+    def _choose_search(self, microbatches: int) -> None:
+        """Batch size ramp-up changes how many microbatches a step has: each number has plans of its own."""
+        steps = self.smart_swap.steps
+        if not self._searches:
+            self._searches[microbatches] = self.smart_swap
+        elif microbatches not in self._searches:
+            say(f"smart-swap: {microbatches} microbatches from step {steps + 1} on: planned anew")
+            self._searches[microbatches] = self._new_search()
+        self.smart_swap = self._searches[microbatches]
+        self.smart_swap.steps = steps
+
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
         return StepTrace(
@@ -134,15 +156,17 @@ class Runtime:
             has_optimizer_state=_has_state(optimizer),
         )
 
-    def report(self) -> None:
-        assert self._options.report_dir is not None
-        virtual = self._virtual.summary() if self._virtual else None
-        write_summary(self._options.report_dir, rank(), self.smart_swap, self.pool, self._accelerator, virtual)
+    def report(self, *, with_trace: bool) -> None:
+        search, virtual = self.smart_swap, self._virtual
+        if self._report is None or not (virtual or (search and search.steps)):
+            return
+        self._report.write_summary(search, self.pool, self._accelerator.name, virtual.summary() if virtual else None)
+        if with_trace and search:
+            self._report.write_trace(search.shown)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
-        if self._options.report_dir and (self._virtual or (self.smart_swap and self.smart_swap.steps)):
-            self.report()
+        self.report(with_trace=True)
         if self.smart_swap:
             self._guard.close()
             self.manager.close()

@@ -8,7 +8,9 @@ import os
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
+from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
 from mindspeed_swap.virtual_optimizer.amount import MODES
 
@@ -49,34 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )  # fmt: skip
     group.add_argument(
         "--swap-report-dir", default=None, metavar="DIR",
-        help="all features: write rank<N>/summary.json there: peaks, floor, tries, counters, host memory.",
+        help="all features: write rank<N>/summary.json and trace.json (Perfetto) there; see mindspeed-swap report.",
     )  # fmt: skip
     return parser
 
 
-# Of other owners of the optimizer's state: (attribute, flag, why).
-_OTHER_STATE = (
-    ("optimizer_cpu_offload", "--optimizer-cpu-offload", "it keeps the state on the host itself"),
-    ("use_precision_aware_optimizer", "--use-precision-aware-optimizer", "its state has scales beside the moments"),
-    ("use_megatron_fsdp", "--use-megatron-fsdp", "it owns the optimizer's state"),
-    ("use_torch_fsdp2", "--use-torch-fsdp2", "it owns the optimizer's state"),
-    ("optimizer_cuda_graph", "--optimizer-cuda-graph", "a captured step cannot be cut into slices"),
-)
-
-
 def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
-    if args.virtual_optimizer is not None:
-        for attribute, flag, why in _OTHER_STATE:
-            if getattr(args, attribute, False):
-                raise SettingError(f"--virtual-optimizer cannot be used with {flag}: {why}; remove one of them")
-        if getattr(args, "optimizer", "adam") != "adam":
-            raise SettingError(f"--virtual-optimizer is for Adam, not --optimizer {args.optimizer}; remove one of them")
-    if args.smart_swap and getattr(args, "overlap_moe_expert_parallel_comm", False):
-        raise SettingError(
-            "--smart-swap cannot be used with --overlap-moe-expert-parallel-comm: its schedule does not go through "
-            "forward_step, where saved tensors are seen; remove --overlap-moe-expert-parallel-comm"
-        )
+    found = compat.errors(args)
+    if found:
+        raise SettingError("\n".join(found))
 
 
 def _add_megatron_arguments(original: Any) -> Any:
@@ -100,10 +84,13 @@ def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.Argument
 def _validate_args(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+        check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
         result = original(args, *rest, **kwargs)
         options = Options.from_args(args)
         if options.any:
-            check(args)
+            check(args)  # again: what the script gave as defaults is known by now
+            for text in compat.untested(args):
+                say(text)
             from mindspeed_swap import megatron_adaptor
 
             megatron_adaptor.activate(options)

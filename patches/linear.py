@@ -9,27 +9,19 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from mindspeed_swap.patches.ctx import CtxProxy
 from mindspeed_swap.patches.registry import Patch
 
 _WEIGHT = "_mindspeed_swap_weight"
 
 
-class _WithWeight:
-    """ctx as backward sees it: everything is passed on, ``saved_tensors`` has the Parameter in place of its double."""
-
-    def __init__(self, ctx: Any) -> None:
-        object.__setattr__(self, "_ctx", ctx)
+class _WithWeight(CtxProxy):
+    """ctx as backward sees it: ``saved_tensors`` has the Parameter in place of its double."""
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         saved_input, _, *rest = self._ctx.saved_tensors
         return (saved_input, getattr(self._ctx, _WEIGHT), *rest)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_ctx"), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ctx, name, value)
 
 
 def _forward(original: Any) -> Any:

@@ -10,13 +10,15 @@ from mindspeed_swap.patches.registry import Patch
 
 
 def _train_step(original: Any) -> Any:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
-        with runtime.get().step(models, given["optimizer"]):
+        with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
             return original(*args, **kwargs)
 
     return train_step

@@ -22,6 +22,7 @@ _SIZE = r"([\d.]+) ?(bytes|[KMGT]iB)(?: \((\d+) bytes\))?"
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _REQUEST = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _CAPACITY = re.compile(rf"capacity of {_SIZE}")
+_ALLOWED = re.compile(rf"{_SIZE} allowed")  # what CUDA says where the process may take only a part of the device
 _IN_USE = re.compile(rf"{_SIZE} (?:memory in use|is in use by this process)")
 _PEER_GONE = re.compile(r"[Cc]onnection (?:was )?(?:closed|reset) by peer")
 
@@ -60,7 +61,7 @@ def message(error: BaseException) -> str:
     text = str(error)
     request = _bytes_in(_REQUEST, text)
     in_use = _bytes_in(_IN_USE, text) or torch.cuda.memory_allocated()
-    capacity = _bytes_in(_CAPACITY, text) or torch.cuda.mem_get_info()[1]
+    capacity = _bytes_in(_ALLOWED, text) or _bytes_in(_CAPACITY, text) or torch.cuda.mem_get_info()[1]
     step = _step()
     where = phase(error.__traceback__)
     place = f"step {step}, {where}" if step is not None and where != "setup" else where

@@ -19,6 +19,7 @@ from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
 from mindspeed_swap.core.saved_tensor import SavedTensor, State, flat_bytes
+from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.waits import Wait
 
@@ -27,8 +28,14 @@ Observer = Callable[[SavedTensor, "State | None"], None]
 
 class Mover:
     def __init__(
-        self, accelerator: Accelerator, pool: HostPool, lock: threading.RLock, skip_waits: frozenset[Wait]
+        self,
+        accelerator: Accelerator,
+        pool: HostPool,
+        lock: threading.RLock,
+        skip_waits: frozenset[Wait],
+        streams: tuple[Stream, Stream] | None = None,
     ) -> None:
+        """``streams``: for copies out and back; new ones of its own if not given."""
         self.accelerator = accelerator
         self.pool = pool
         self.stats = StepStats()
@@ -39,7 +46,7 @@ class Mover:
         self.gave_up = False  # device memory, since the manager last set this to False
         self._lock = lock
         self._skip_waits = skip_waits
-        self._d2h, self._h2d = accelerator.new_stream(), accelerator.new_stream()
+        self._d2h, self._h2d = streams or (accelerator.new_stream(), accelerator.new_stream())
         self._sole_count = sole_holder_count()
         # Memory of dead tensors that a copy still uses, and the stream it belongs to.
         self._lingering: list[tuple[Event, torch.Tensor, Stream]] = []
@@ -72,14 +79,25 @@ class Mover:
         if wait not in self._skip_waits:
             self.accelerator.wait(stream, event)
 
-    def _hold_up(self, wait: Wait, stream: Stream, event: Event) -> None:
+    def _hold_up(self, wait: Wait, stream: Stream, event: Event, saved: SavedTensor) -> None:
         """Compute waits for a copy. How long is recorded: plans are made from times without waits."""
         if self.recorder is None:
             self._wait(wait, stream, event)
             return
         before = self.accelerator.record(stream)
         self._wait(wait, stream, event)
-        self.recorder.waited(before, self.accelerator.record(stream))
+        self.recorder.waited(saved, wait, before, self.accelerator.record(stream))
+
+    def _copy(self, saved: SavedTensor, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> Event:
+        """Queue it. Returns the event behind it."""
+        to_host = saved.state is State.DEVICE
+        with span("copy to host of" if to_host else "copy to device of", saved.key):
+            before = self.accelerator.record(stream) if self.recorder else None
+            self.accelerator.copy(dst, src, stream)
+            after = self.accelerator.record(stream)
+        if self.recorder:
+            self.recorder.copied(saved, to_host, before, after)
+        return after
 
     # ---- out
     def offload(self, saved: SavedTensor) -> bool:
@@ -97,8 +115,7 @@ class Mover:
             for event in block.pending:
                 self._wait(Wait.SLAB_AFTER_COPY, self._d2h, event)
             self._wait(Wait.OFFLOAD_AFTER_COMPUTE, self._d2h, accelerator.record(saved.stream))
-            accelerator.copy(block.tensor, flat_bytes(storage), self._d2h)
-            saved.copied = accelerator.record(self._d2h)
+            saved.copied = self._copy(saved, block.tensor, flat_bytes(storage), self._d2h)
         except BaseException:  # perhaps after the copy was queued
             saved.copied = accelerator.record(self._d2h)
             self.pool.free(block, saved.copied)
@@ -111,7 +128,7 @@ class Mover:
         """LEAVING -> HOST: give the device memory up. Returns the bytes, 0 if it had to stay."""
         if saved.state is not State.LEAVING or saved.modified:
             return 0  # changed in place since: nothing may ever read it, so there is nothing to keep on the host
-        self._hold_up(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied)
+        self._hold_up(Wait.RELEASE_AFTER_OFFLOAD, saved.stream, saved.copied, saved)
         saved.drop_device()
         self._move(saved, State.HOST)
         self.gave_up = True
@@ -130,7 +147,7 @@ class Mover:
     def evict(self, saved: SavedTensor) -> int:
         """Give device memory up now, from whatever state. Returns the bytes, 0 if that would free nothing."""
         if saved.state is State.RETURNING:  # the host copy is still whole: drop the buffer
-            self._hold_up(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded)
+            self._hold_up(Wait.FREE_AFTER_COPY, saved.stream, saved.loaded, saved)
             saved.buffer = None
             self._move(saved, State.HOST)
             self.gave_up = True
@@ -156,8 +173,8 @@ class Mover:
             assert saved.block is not None
             stream = accelerator.compute_stream()
             self._wait(Wait.LOAD_AFTER_COMPUTE, self._h2d, accelerator.record(stream))
-            accelerator.copy(buffer, saved.block.tensor, self._h2d)
-            saved.buffer, saved.stream, saved.loaded = buffer, stream, accelerator.record(self._h2d)
+            saved.loaded = self._copy(saved, buffer, saved.block.tensor, self._h2d)
+            saved.buffer, saved.stream = buffer, stream
             self._move(saved, State.RETURNING)
             self.stats.loaded_bytes += saved.nbytes
             if self.recorder:
@@ -165,7 +182,7 @@ class Mover:
 
     def finish_load(self, saved: SavedTensor) -> None:
         """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
-        self._hold_up(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded)
+        self._hold_up(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded, saved)
         buffer, saved.buffer = saved.buffer, None
         assert buffer is not None
         saved.adopt(buffer)

@@ -12,11 +12,15 @@ from mindspeed_swap.core.trace import (
     EXIT,
     FORWARD,
     OUTSIDE,
+    CopyRecord,
+    Key,
     Point,
     Position,
     SavedRecord,
     StepTrace,
+    WaitRecord,
 )
+from mindspeed_swap.core.waits import Wait
 
 
 def _use_count(address: int) -> int:
@@ -55,7 +59,8 @@ class Recorder:
         self._not_sole: dict[int, SavedTensor] = {}
         self._resident: dict[int, int] = {}  # serial -> bytes on the device now
         self._resident_bytes = 0
-        self._waits: list[tuple[int, Event, Event]] = []  # next point, before, after
+        self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
+        self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
         self.trace = trace
         accelerator.take_interval()
         self._start = accelerator.record(accelerator.compute_stream())
@@ -66,7 +71,8 @@ class Recorder:
 
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
-        allocated = self._accelerator.memory().allocated_bytes
+        memory = self._accelerator.memory()
+        allocated = memory.allocated_bytes
         index = self._next
         for serial, saved in list(self._not_sole.items()):
             if is_sole_holder(saved, self._sole_count):
@@ -74,8 +80,11 @@ class Recorder:
                 del self._not_sole[serial]
         self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
         self.trace.points.append(
-            Point(position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes)
-        )
+            Point(
+                position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes,
+                memory.reserved_bytes,
+            )
+        )  # fmt: skip
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
 
@@ -110,9 +119,13 @@ class Recorder:
             self._resident[saved.serial] = saved.nbytes
             self._resident_bytes += saved.nbytes
 
-    def waited(self, before: Event, after: Event) -> None:
-        """Compute waited for a copy between the two events."""
-        self._waits.append((self._next, before, after))
+    def copied(self, saved: SavedTensor, to_host: bool, before: Event, after: Event) -> None:
+        """Its copy is queued between the two events."""
+        self._copies.append((saved.key, saved.nbytes, to_host, before, after))
+
+    def waited(self, saved: SavedTensor, wait: Wait, before: Event, after: Event) -> None:
+        """Compute waited for its copy between the two events."""
+        self._waits.append((saved.key, self._next, wait.name, before, after))
 
     def died(self, saved: SavedTensor) -> None:
         """Found dead before the next point is closed."""
@@ -128,17 +141,23 @@ class Recorder:
         trace = self.trace
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
-        elapsed_ms = self._accelerator.elapsed_ms
-        waits = iter(self._waits)
+
+        def since_start(event: Event) -> float:
+            return self._accelerator.elapsed_ms(self._start, event)
+
+        for key, nbytes, to_host, before, after in self._copies:
+            self._accelerator.synchronize(after)  # the last ones may outlast the step
+            trace.copies.append(CopyRecord(key, nbytes, to_host, since_start(before), since_start(after)))
+        for key, index, cause, before, after in self._waits:
+            trace.waits.append(WaitRecord(key, index, cause, since_start(before), since_start(after)))
+        waits = iter(trace.waits)
         wait = next(waits, None)
-        waited_ms = 0.0
         for index, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
-            while wait is not None and wait[0] <= index:
-                waited_ms += elapsed_ms(wait[1], wait[2])
+            while wait is not None and wait.point <= index:
+                trace.stall_ms += wait.end_ms - wait.start_ms
                 wait = next(waits, None)
-            point.time_ms = elapsed_ms(self._start, mark) - waited_ms
-        trace.step_ms = elapsed_ms(self._start, end)
-        trace.stall_ms = waited_ms
+            point.time_ms = since_start(mark) - trace.stall_ms
+        trace.step_ms = since_start(end)
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mindspeed_swap.core.trace import FORWARD, OUTSIDE, Key, Position
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.trace import FORWARD, OUTSIDE, Key, Position, StepTrace
 
 
 @dataclass(slots=True)
@@ -22,13 +23,23 @@ class StepStats:
     host_full: int = 0  # kept on the device because the host budget was used up
 
 
+@dataclass(frozen=True, slots=True)
+class ExecutedStep:
+    """A step that was recorded: what was planned and what happened."""
+
+    plan: Plan
+    stats: StepStats
+    trace: StepTrace
+
+
 class Scope:
     """Where in the step forward is: a microbatch of a model chunk, and the layer that runs."""
 
-    __slots__ = ("_ordinals", "chunk", "layer", "microbatch")
+    __slots__ = ("_ordinals", "chunk", "layer", "microbatch", "stays")
 
     def __init__(self, microbatch: int, chunk: int) -> None:
         self.microbatch, self.chunk, self.layer = microbatch, chunk, OUTSIDE
+        self.stays = False  # a layer that has returned still counts as the one that runs
         self._ordinals: dict[int, int] = {}
 
     def next_key(self) -> Key:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
@@ -29,6 +29,7 @@ from mindspeed_swap.core.saved_tensor import (
     State,
     modified_in_place,
 )
+from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import Scope, StepStats
 from mindspeed_swap.core.trace import (
     BACKWARD,
@@ -54,14 +55,16 @@ class SwapManager:
         *,
         min_bytes: int = DEFAULT_MIN_BYTES,
         skip_waits: frozenset[Wait] = frozenset(),
+        copy_streams: tuple[Stream, Stream] | None = None,
     ) -> None:
-        """``skip_waits`` is for tests: each wait removed must be noticed."""
+        """``copy_streams``: out and back, if they are not to be streams of its own. ``skip_waits`` is for tests: each
+        wait removed must be noticed."""
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
         self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
         self._lock = threading.RLock()
-        self._mover = Mover(accelerator, pool, self._lock, skip_waits)
+        self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
         self._dead: deque[SavedTensor] = deque()
@@ -120,7 +123,8 @@ class SwapManager:
         self._scope = scope
         try:
             self._at(scope.border(ENTER))
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            with span("forward of microbatch", microbatch), hooks:
                 yield
             self._at(scope.border(EXIT))
             self._release_overdue(scope)
@@ -137,10 +141,25 @@ class SwapManager:
         outer, scope.layer = scope.layer, number
         try:
             self._at(scope.border(ENTER))
-            yield
+            with span("forward of layer", number):
+                yield
             self._at(scope.border(EXIT))
         finally:
-            scope.layer = outer
+            scope.layer = number if scope.stays else outer
+
+    @contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """A part that saves its inputs only after it has run (reentrant checkpoint). Around layers, what it saves
+        belongs to the last of them."""
+        scope = self._scope
+        if scope is None or scope.layer != OUTSIDE:
+            yield
+            return
+        scope.stays = True
+        try:
+            yield
+        finally:
+            scope.stays, scope.layer = False, OUTSIDE
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
@@ -176,7 +195,7 @@ class SwapManager:
 
     def _follow_plan(self, saved: SavedTensor) -> None:
         swap = self._swaps.get(saved.key)
-        if swap is not None and swap.nbytes == saved.nbytes:  # else the plan was made for another shape: keep it
+        if swap is not None:  # whatever its size is in this step: what an expert saves varies with its tokens
             saved.release = swap.release
             self._mover.offload(saved)
 

@@ -36,6 +36,11 @@ class Key(NamedTuple):
     layer: int
     ordinal: int
 
+    def __str__(self) -> str:
+        where = f"layer {self.layer}" if self.layer else "outside the layers"
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"microbatch {self.microbatch}{chunk}, {where}, tensor {self.ordinal}"
+
 
 class Position(NamedTuple):
     """Names one point of a step. For FORWARD and BACKWARD saves and reads, the last four fields are the Key."""
@@ -57,6 +62,7 @@ class Point:
     peak_bytes: int  # most bytes allocated at once in the interval, from the allocator
     request_bytes: int  # largest single allocation in the interval
     resident_bytes: int  # saved tensors resident through the interval (see above)
+    reserved_bytes: int = 0  # at this point, by the allocator, of the device
 
 
 @dataclass(slots=True)
@@ -75,6 +81,28 @@ class SavedRecord:
 
 
 @dataclass(slots=True)
+class CopyRecord:
+    """One copy between device and host, as it ran. Times count from the start of the step, waits included."""
+
+    key: Key
+    nbytes: int
+    to_host: bool
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(slots=True)
+class WaitRecord:
+    """Compute waited for a copy of this tensor, or found at the wait that it need not. Times as of copies."""
+
+    key: Key
+    point: int  # the first one after the wait
+    cause: str  # name of the Wait
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(slots=True)
 class StepTrace:
     """One recorded step of one rank."""
 
@@ -90,12 +118,26 @@ class StepTrace:
     saved: list[SavedRecord] = field(default_factory=list)
     evicted_bytes: int = 0  # moved under memory pressure while recording
     stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
+    copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
+    waits: list[WaitRecord] = field(default_factory=list)
     version: int = TRACE_VERSION
 
     def base_bytes(self, index: int) -> int:
         """What interval ``index`` needs besides the saved tensors that are resident through it."""
         point = self.points[index]
         return max(0, point.peak_bytes - point.resident_bytes)
+
+    def measured_ms(self) -> list[float]:
+        """When each point was really reached: its time, and all waits before it."""
+        waits = iter(self.waits)
+        wait = next(waits, None)
+        waited, times = 0.0, []
+        for index, point in enumerate(self.points):
+            while wait is not None and wait.point <= index:
+                waited += wait.end_ms - wait.start_ms
+                wait = next(waits, None)
+            times.append(point.time_ms + waited)
+        return times
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -110,6 +152,8 @@ class StepTrace:
             "trace",
             points=list_of(lambda value, where: build(Point, value, where, position=tuple_of(Position))),
             saved=list_of(lambda value, where: build(SavedRecord, value, where, key=tuple_of(Key))),
+            copies=list_of(lambda value, where: build(CopyRecord, value, where, key=tuple_of(Key))),
+            waits=list_of(lambda value, where: build(WaitRecord, value, where, key=tuple_of(Key))),
         )
         for i, record in enumerate(trace.saved):
             for name in ("saved", "last_use", "sole", "first_read", "died"):

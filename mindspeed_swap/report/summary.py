@@ -1,33 +1,79 @@
-"""``rank<N>/summary.json``: one rank's figures. All sizes in bytes, times in milliseconds."""
+"""``rank<N>/summary.json``: one rank's figures. Sizes in bytes, times in milliseconds, null: not known.
+
+=================  ================================================================================================
+field              meaning
+=================  ================================================================================================
+version            of this schema
+run_id             the same on all ranks of a run; files with different ones are of different runs
+rank, world_size   which of how many
+versions           of mindspeed_swap, torch, python and megatron-core
+device, layout     kind of device; the arguments that decide what a step saves
+phase, steps       WarmUp, SearchPolicy or Stable; training steps so far
+capacity_bytes     what this process may use of the device
+target_bytes       peak that plans must stay under
+peak_bytes         predicted peak of a step that swaps nothing
+floor_bytes        peak that no plan goes below; ``floor`` has its parts
+plan               the one in force: bytes, number of tensors, and what was predicted of it before it ran
+tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,
+                   prefetches without room), measured peak and step time
+stable             counters since Stable began
+virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved. null: off. Without
+                   --smart-swap, phase and step are null and its other fields are missing
+host               budget, pinned and most used bytes of host memory for swapped tensors
+step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
+                   there is one, the last recorded. null before any step
+=================  ================================================================================================
+
+Fields of ``step``; {measured, predicted, without_plan}: as it ran, as written down before it ran, and what the same
+step would take if nothing were swapped (simulated).
+
+==================  =================================================================================================
+step_ms, stall_ms   time of the step; time in it that compute waited for copies
+phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (which is
+                    not predicted)
+static_bytes        allocated when the step began
+held_bytes          most held by activations at the end of a microbatch's forward
+bytes_out, _in      copied to the host and back, called-off copies included
+copy_ms             time in which copies ran, out and in
+hidden_share        share of the copies' time in which compute did not wait for any; null without copies
+counters            of the step: see ``core/step.py``
+layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped, kept,
+                    immovable (kept because they cannot be moved)
+notes               sentences: what a reader must not miss
+==================  =================================================================================================
+"""
 from __future__ import annotations
 
-import json
-import os
+import platform
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import torch
 
 from mindspeed_swap import __version__
-from mindspeed_swap.core.accelerator.base import Accelerator
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.log import say
+from mindspeed_swap.report.figures import figures
 from mindspeed_swap.smart_swap.search import SmartSwap
 
-SUMMARY_VERSION = 1
+SUMMARY_VERSION = 2
 
 
 def summarize(
-    search: SmartSwap | None, pool: HostPool, accelerator: Accelerator, virtual_optimizer: dict[str, Any] | None = None
+    search: SmartSwap | None,
+    pool: HostPool,
+    device: str,
+    layout: Mapping[str, Any],
+    virtual_optimizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Of the features that are on: ``search`` and ``virtual_optimizer`` are None where theirs is not."""
+    """Everything but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
     return {
-        "version": SUMMARY_VERSION,
-        "versions": {"mindspeed_swap": __version__, "torch": torch.__version__},
-        "device": accelerator.name,
-        **(_smart_swap(search) if search else {}),
-        "virtual_optimizer": virtual_optimizer,
+        "versions": _versions(),
+        "device": device,
+        "layout": dict(layout),
+        **(_smart_swap(search) if search else {"phase": None, "step": None}),
+        "virtual_optimizer": dict(virtual_optimizer) if virtual_optimizer else None,
         "host": {
             "budget_bytes": pool.budget_bytes,
             "pinned_bytes": pool.pinned_bytes,
@@ -56,23 +102,18 @@ def _smart_swap(search: SmartSwap) -> dict[str, Any]:
             for t in search.tries
         ],
         "stable": asdict(search.stable),
+        "step": figures(search.shown) if search.shown else None,
     }
 
 
-def write_summary(
-    directory: str,
-    rank: int,
-    search: SmartSwap | None,
-    pool: HostPool,
-    accelerator: Accelerator,
-    virtual_optimizer: dict[str, Any] | None = None,
-) -> None:
-    """Replaces the rank's file as a whole. A full disk is said and never stops training."""
-    path = Path(directory) / f"rank{rank}" / "summary.json"
+def _versions() -> dict[str, str]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(summarize(search, pool, accelerator, virtual_optimizer), indent=1) + "\n")
-        os.replace(partial, path)
-    except OSError as error:
-        say(f"report not written: {error}", every_rank=True)
+        megatron = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        megatron = "not installed"
+    return {
+        "mindspeed_swap": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "megatron-core": megatron,
+    }

@@ -12,7 +12,7 @@ from enum import Enum
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import Floor, Infeasible, floor, solve
-from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.log import say
 from mindspeed_swap.units import format_bytes
@@ -50,6 +50,7 @@ class Try:
     trouble: int  # loads that were not prefetched, prefetches without room, evictions
     peak_bytes: int
     step_ms: float
+    step: ExecutedStep
 
 
 def _trouble(stats: StepStats) -> int:
@@ -78,6 +79,7 @@ class SmartSwap:
     floor: Floor | None = None
     tries: list[Try] = field(default_factory=list)
     stable: StableCounters = field(default_factory=StableCounters)
+    shown: ExecutedStep | None = None  # for reports: the step of the try that Stable runs; before that, the last one
     _read_order: Mapping[Key, int] = field(default_factory=dict)
     _reserve_bytes: int = 0
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
@@ -96,6 +98,7 @@ class SmartSwap:
             return self._watch(stats)
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
+        self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         if self.phase is Phase.WARM_UP:
             return self._warmed_up(trace)
         return self._tried(stats, trace)
@@ -139,11 +142,12 @@ class SmartSwap:
         assert self.plan is not None
         trouble = _trouble(stats)
         peak = max(point.peak_bytes for point in trace.points)
-        self.tries.append(Try(self.plan, trouble, peak, trace.step_ms))
+        assert self.shown is not None
+        self.tries.append(Try(self.plan, trouble, peak, trace.step_ms, self.shown))
         best = min(self.tries, key=lambda tried: (tried.trouble > 0, tried.step_ms))
         if len(self.tries) < MAX_TRIES and (trouble or self._improved()) and self._next_try(trace, trouble > 0):
             return True
-        self.plan, self._accepted_trouble = best.plan, best.trouble
+        self.plan, self._accepted_trouble, self.shown = best.plan, best.trouble, best.step
         self._reserve_bytes = self.capacity_bytes - best.plan.budget_bytes
         self._enter(
             Phase.STABLE,

@@ -12,6 +12,11 @@ CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.05 GiB is "
     "free. Process 77 has 78.14 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch"
 )
+CAPPED = (
+    "CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total capacity of 79.19 GiB of which 42.5 GiB is "
+    "free. 36.63 GiB allowed; Including non-PyTorch memory, this process has 36.10 GiB memory in use. Of the allocated "
+    "memory 35.00 GiB is allocated by PyTorch"
+)
 SIMULATED = (
     "Simulated device out of memory. Tried to allocate 512.00 KiB (524288 bytes). The device has a capacity of "
     "100.00 MiB (104857600 bytes) of which 0 bytes is free; 99.52 MiB (104354283 bytes) is in use by this process."
@@ -46,6 +51,7 @@ def train_step(text: str) -> None:
     ("text", "expected"),
     [
         (CUDA, "out of memory: tried to allocate 2.0 GiB with 78.1 GiB of 79.2 GiB in use"),
+        (CAPPED, "out of memory: tried to allocate 3.9 GiB with 36.1 GiB of 36.6 GiB in use"),
         (SIMULATED, "out of memory: tried to allocate 512.0 KiB with 99.5 MiB of 100.0 MiB in use"),
     ],
 )

@@ -90,5 +90,5 @@ def test_other_owners_of_the_state(other):
 
 
 def test_only_adam():
-    with pytest.raises(SettingError, match="--virtual-optimizer is for Adam, not --optimizer sgd"):
+    with pytest.raises(SettingError, match="--virtual-optimizer cannot be used with --optimizer sgd: .*; use --optimizer adam"):
         check(parsed("--virtual-optimizer", "1", optimizer="sgd"))

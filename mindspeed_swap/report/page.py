@@ -1,0 +1,186 @@
+"""The report as one HTML page that opens offline: every name is escaped, nothing is loaded. Imports no torch."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mindspeed_swap.report import pictures
+from mindspeed_swap.report.reader import RankFiles, RunFiles
+from mindspeed_swap.units import format_bytes
+
+_STYLE = Path(__file__).with_name("page.css")
+Draw = Callable[[str], Any]
+
+
+def page(files: RunFiles) -> str:
+    first = files.ranks[0].summary
+    world = first["world_size"]
+    parts = [
+        f"<h1>Memory of a training step</h1><p class=soft>run <code>{escape(files.run_id)}</code> · {world} "
+        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · {first['steps']} steps, now in "
+        f"{escape(first['phase'])}</p>",
+        *(_note(problem) for problem in files.problems),
+    ]
+    if len(files.ranks) > 1:
+        parts.append(_all_ranks(files.ranks))
+    parts += [_rank(rank, opened=i == 0, alone=len(files.ranks) == 1) for i, rank in enumerate(files.ranks)]
+    parts.append(_about(first))
+    title = f"mindspeed_swap report, run {escape(files.run_id)}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        # Nothing may be loaded, whatever a name contained.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{title}</title><style>{_STYLE.read_text()}</style></head><body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def drawings(rank: RankFiles) -> list[tuple[str, str, str, Draw]]:
+    """(name, title, what it shows, function) of every picture that this rank has figures for."""
+    found: list[tuple[str, str, str, Draw]] = []
+    if rank.trace and rank.events("C"):
+        found += [
+            ("memory", "Device memory over the step", "The most that was allocated between two points of the step, and "
+             "what it would have been had nothing been swapped. Background: forward, backward, optimizer.",
+             partial(pictures.memory, rank)),
+            ("lanes", "Link against compute", "Copies run beside compute. Red: compute had to wait for one.",
+             partial(pictures.lanes, rank)),
+        ]  # fmt: skip
+    if rank.step and rank.step["layers"]:
+        found += [
+            ("layers", "What went where, by layer", "Bytes that autograd saved in the step. Immovable: somebody else "
+             "holds them, or backward does not read them.", partial(pictures.layers, rank)),
+            ("tensors", "Biggest tensors", "All layers and microbatches together; tensor n is the n-th that a layer "
+             "saves.", partial(pictures.tensors, rank)),
+        ]  # fmt: skip
+    return found
+
+
+def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
+    if rank.step is None:
+        body = _note("no step has been recorded yet")
+    else:
+        body = _tiles(rank) + "".join(_note(note) for note in rank.step["notes"]) + _phases(rank)
+        for name, title, text, draw in drawings(rank):
+            body += (
+                f"<div class=card><h3>{title}</h3><p class=soft>{text}</p>"
+                f"<div class=wide>{pictures.svg(draw, f'{name}{rank.rank}', 'wide')}</div>"
+                f"<div class=narrow>{pictures.svg(draw, f'{name}{rank.rank}', 'narrow')}</div></div>"
+            )
+        body += _search(rank)
+    if alone:
+        return body
+    return f"<details class=rank{' open' if opened else ''}><summary>Rank {rank.rank}</summary>{body}</details>"
+
+
+def _tiles(rank: RankFiles) -> str:
+    step, host = rank.step, rank.summary["host"]
+    assert step
+    plain, peak = pictures.peak_of(rank, "without_plan"), pictures.peak_of(rank, "measured")
+    counters = step["counters"]
+    saved = f"{1 - peak / plain:.0%} less than {format_bytes(plain)}" if plain > peak else "as without a plan"
+    hidden = "no copies" if step["hidden_share"] is None else f"{step['hidden_share']:.1%}"
+    tiles = [
+        (format_bytes(peak), f"peak, {saved}"),
+        (_ms(step["step_ms"]["measured"]), f"step; {_ms(step['step_ms']['without_plan'])} without waits"),
+        (format_bytes(step["bytes_out"]), f"out, {format_bytes(step['bytes_in'])} back in"),
+        (hidden, "of copy time hidden"),
+        (
+            f"{counters['late_loads']} / {counters['on_demand_loads']} / {counters['evictions']}",
+            "late loads / on demand / evictions",
+        ),
+        (format_bytes(host["peak_used_bytes"]), f"host memory, of {format_bytes(host['budget_bytes'])}"),
+    ]
+    return f"<div class=tiles>{''.join(f'<div class=tile><b>{a}</b><span>{b}</span></div>' for a, b in tiles)}</div>"
+
+
+def _phases(rank: RankFiles) -> str:
+    step = rank.step
+    assert step
+    rows: list[Sequence[str]] = []
+    for name, phase in step["phases"].items():
+        peak = phase["peak_allocated_bytes"]
+        rows.append((
+            f"peak, {name}", _bytes(peak["without_plan"]), _bytes(peak["predicted"]), _bytes(peak["measured"]),
+            _difference(peak), _bytes(phase["peak_reserved_bytes"]["measured"]),
+        ))  # fmt: skip
+    for name, what in (("step_ms", "step time"), ("stall_ms", "waits for copies")):
+        values = step[name]
+        rows.append((
+            what, _ms(values.get("without_plan")), _ms(values["predicted"]), _ms(values["measured"]),
+            _difference(values) if name == "step_ms" else "", "",
+        ))  # fmt: skip
+    columns = ("", "nothing swapped", "predicted", "measured", "off by", "reserved")
+    return _card("Predicted and measured", _table(columns, rows))
+
+
+def _search(rank: RankFiles) -> str:
+    tries = rank.summary["tries"]
+    if not tries:
+        return ""
+    rows = [
+        (str(i), format_bytes(t["swap_bytes"]), _bytes(t["peak_bytes"]), _ms(t["step_ms"]), str(t["trouble"]))
+        for i, t in enumerate(tries, 1)
+    ]
+    return _card("Plans that were tried", _table(("try", "swapped", "peak", "step", "trouble"), rows))
+
+
+def _all_ranks(ranks: Sequence[RankFiles]) -> str:
+    rows = []
+    for rank in ranks:
+        step = rank.step
+        if step is None:
+            rows.append((str(rank.rank), *("–",) * 6))
+            continue
+        hidden = "–" if step["hidden_share"] is None else f"{step['hidden_share']:.0%}"
+        rows.append((
+            str(rank.rank), format_bytes(pictures.peak_of(rank, "without_plan")),
+            format_bytes(pictures.peak_of(rank, "measured")), format_bytes(step["bytes_out"]), hidden,
+            _ms(step["step_ms"]["measured"]), format_bytes(rank.summary["host"]["peak_used_bytes"]),
+        ))  # fmt: skip
+    columns = ("rank", "peak, no swap", "peak", "out", "hidden", "step", "host")
+    draw = partial(pictures.ranks, ranks)
+    picture = "" if not any(rank.step for rank in ranks) else "".join(
+        f"<div class={size}>{pictures.svg(draw, 'ranks', size)}</div>" for size in pictures.SIZES
+    )
+    return f"<h2>Ranks side by side</h2><div class=card>{picture}</div>{_card('', _table(columns, rows))}"
+
+
+def _about(summary: dict[str, Any]) -> str:
+    versions = _table(("", ""), [(escape(str(k)), escape(str(v))) for k, v in summary["versions"].items()])
+    layout = _table(("", ""), [(escape(str(k)), escape(str(v))) for k, v in summary["layout"].items()])
+    return (
+        f"<h2>About this run</h2><div class=card><details><summary>Versions</summary>{versions}</details></div>"
+        f"<div class=card><details><summary>Layout</summary>{layout}</details></div>"
+    )
+
+
+# ---- pieces
+def _card(title: str, body: str) -> str:
+    return f"<div class=card>{f'<h3>{title}</h3>' if title else ''}{body}</div>"
+
+
+def _note(text: str) -> str:
+    return f'<div class="card note">{escape(text)}</div>'
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in columns)}</tr>" if any(columns) else ""
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=scroll><table>{head}{body}</table></div>"
+
+
+def _bytes(value: float | None) -> str:
+    return "–" if value is None else format_bytes(value)
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} ms"
+
+
+def _difference(values: dict[str, Any]) -> str:
+    predicted = values["predicted"]
+    return f"{values['measured'] / predicted - 1:+.1%}" if predicted else ""

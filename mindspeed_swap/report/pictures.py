@@ -1,0 +1,248 @@
+"""The report's pictures, by matplotlib. Each function makes one figure of a given width; imports no torch."""
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.report.chrome import LANES, LAYERS, MICROBATCHES, PEAK, PLAIN, STALLS, TO_DEVICE, TO_HOST
+from mindspeed_swap.report.reader import RankFiles
+from mindspeed_swap.units import GIB, MIB
+
+try:
+    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ImportError:
+    raise SettingError(
+        "the pictures of the report need matplotlib: pip install 'mindspeed-swap[report]' (or matplotlib alone)"
+    ) from None
+
+INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+PLAIN_COLOR, PLAN_COLOR, LIMIT_COLOR = "#9aa5b1", "#2563eb", "#c2410c"
+WHERE = {"swapped": "#2563eb", "kept": "#94a3b8", "immovable": "#e2c799"}
+PHASE_COLORS = {"forward": "#dbeafe", "backward": "#fef3c7", "optimizer": "#dcfce7"}
+MICROBATCH_COLORS = {"forward": ("#93b8f4", "#6f9ff0"), "backward": ("#f0c35c", "#e0a92f")}  # even, odd
+OPTIMIZER_COLOR, OUTSIDE_COLOR = "#86c79a", "#cbd2d9"
+LANE_NAMES = dict(zip(LANES, ("microbatches", "layers", "stalls", "to host", "to device"), strict=True))
+LANE_COLORS = {STALLS: "#dc2626", TO_HOST: "#7c3aed", TO_DEVICE: "#0891b2"}
+SIZES = {"wide": 10.4, "narrow": 4.3}  # inches of 96 pixels: a page of 1280, and of 400 pixels
+NARROWEST = 1500  # spans closer than this part of the step are drawn as one
+_STYLE = {
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "svg.fonttype": "none",
+    "text.color": INK, "axes.labelcolor": FAINT, "xtick.color": FAINT, "ytick.color": FAINT,
+    "axes.edgecolor": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False,
+    "axes.ymargin": 0.08, "grid.color": GRID, "legend.frameon": False, "figure.constrained_layout.use": True,
+}  # fmt: skip
+
+
+@contextmanager
+def _style(name: str) -> Iterator[None]:
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids must differ between pictures of one page
+        yield
+
+
+def svg(draw: Callable[[str], Figure], name: str, size: str) -> str:
+    """For inlining: no prologue, no metadata, no namespaces (HTML needs none)."""
+    with _style(name + size):
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        draw(size).savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for namespace in (' xmlns:xlink="http://www.w3.org/1999/xlink"', ' xmlns="http://www.w3.org/2000/svg"'):
+        text = text.replace(namespace, "")
+    return text
+
+
+def png(draw: Callable[[str], Figure], path: str) -> None:
+    with _style(path):
+        draw("wide").savefig(path, dpi=150, facecolor="white")
+
+
+def _figure(size: str, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(SIZES[size], height))
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+# ---- over the step
+def memory(rank: RankFiles, size: str) -> Figure:
+    figure, axes = _figure(size, 3.1 if size == "wide" else 2.7)
+    series: dict[str, tuple[list[float], list[float]]] = {PEAK: ([], []), PLAIN: ([], [])}
+    for event in rank.events("C"):
+        if event["name"] in series:
+            times, values = series[event["name"]]
+            times.append(event["ts"] / 1e3)
+            values.append(event["args"]["bytes"])
+    top = max([*series[PEAK][1], *series[PLAIN][1]])
+    unit, name = _unit(top)
+    _shade_phases(axes, rank)
+    without, peak = ([value / unit for value in series[name][1]] for name in (PLAIN, PEAK))
+    times = series[PEAK][0]
+    # A point's peak is that of the interval which it closes: the step lies before it.
+    axes.fill_between(times, peak, without, step="pre", color=PLAIN_COLOR, alpha=0.22, linewidth=0)
+    axes.step(times, without, where="pre", color=PLAIN_COLOR, linewidth=1.2, label="nothing swapped (simulated)")
+    axes.step(times, peak, where="pre", color=PLAN_COLOR, linewidth=1.6, label="as it ran")
+    target = rank.summary["target_bytes"]
+    if 0 < target < 1.5 * top:
+        axes.axhline(target / unit, color=LIMIT_COLOR, linewidth=1, linestyle=(0, (4, 3)), label="target")
+    axes.set_ylim(0, 1.06 * max(top, target if target < 1.5 * top else 0) / unit)
+    axes.set_ylabel(f"{name} allocated")
+    axes.yaxis.grid(True)
+    _time_axis(axes, rank)
+    _legend(figure, size)
+    return figure
+
+
+def lanes(rank: RankFiles, size: str) -> Figure:
+    figure, axes = _figure(size, 2.5 if size == "wide" else 2.3)
+    by_lane: dict[int, list[dict[str, Any]]] = {lane: [] for lane in LANES}
+    for event in rank.events("X"):
+        by_lane[event["tid"]].append(event)
+    shades = {"forward": colormaps["Blues"], "backward": colormaps["YlOrBr"]}
+    most_layers = max([event["args"].get("layer", 0) for event in by_lane[LAYERS]], default=0) or 1
+
+    def color(lane: int, event: dict[str, Any]) -> Any:
+        if lane in LANE_COLORS:
+            return LANE_COLORS[lane]
+        phase, args = event["cat"], event["args"]
+        if phase == "optimizer":
+            return OPTIMIZER_COLOR
+        if lane == MICROBATCHES:
+            return MICROBATCH_COLORS[phase][args["microbatch"] % 2]
+        return shades[phase](0.25 + 0.5 * args["layer"] / most_layers) if args["layer"] else OUTSIDE_COLOR
+
+    for row, lane in enumerate(reversed(LANES)):
+        for fill, spans in _merged(by_lane[lane], lambda event, lane=lane: color(lane, event), rank):
+            axes.broken_barh(spans, (row - 0.36, 0.72), facecolors=[fill], linewidth=0)
+    axes.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)], color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set_ylim(-0.6, len(LANES) - 0.4)
+    _time_axis(axes, rank)
+    return figure
+
+
+def _merged(
+    events: Iterable[dict[str, Any]], color: Callable[[dict[str, Any]], Any], rank: RankFiles
+) -> Iterator[tuple[Any, list[tuple[float, float]]]]:
+    """(color, spans in ms): neighbours that no eye can tell apart as one, so that large steps stay small files."""
+    assert rank.trace
+    least = rank.trace["otherData"]["step_ms"] / NARROWEST
+    found: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        start, length = event["ts"] / 1e3, event["dur"] / 1e3
+        spans = found.setdefault(color(event), [])
+        if spans and 0 <= start - sum(spans[-1]) < least and (length < least or spans[-1][1] < least):
+            start, length = spans[-1][0], start + length - spans.pop()[0]
+        spans.append((start, length))
+    yield from found.items()
+
+
+def _shade_phases(axes: Any, rank: RankFiles) -> None:
+    for event in rank.events("X"):
+        if event["tid"] == MICROBATCHES:
+            start = event["ts"] / 1e3
+            axes.axvspan(start, start + event["dur"] / 1e3, color=PHASE_COLORS[event["cat"]], alpha=0.55, linewidth=0)
+
+
+def _time_axis(axes: Any, rank: RankFiles) -> None:
+    assert rank.trace
+    axes.set_xlim(0, rank.trace["otherData"]["step_ms"])
+    axes.set_xlabel("ms since the start of the step")
+
+
+# ---- what went where
+def layers(rank: RankFiles, size: str) -> Figure:
+    assert rank.step
+    rows = rank.step["layers"]
+    several = len({row["chunk"] for row in rows}) > 1
+    names = [(f"{row['chunk']}:" if several else "") + (str(row["layer"]) if row["layer"] else "other") for row in rows]
+    figure, axes = _figure(size, 2.6 if size == "wide" else 2.4)
+    _stack(axes.bar, range(len(rows)), rows, width=0.72)
+    _name_bars(axes, names, size)
+    axes.set_xlabel("layer")
+    axes.set_ylabel(f"{_unit(_largest(rows))[1]} saved")
+    axes.yaxis.grid(True)
+    axes.set_axisbelow(True)
+    _legend(figure, size)
+    return figure
+
+
+def tensors(rank: RankFiles, size: str) -> Figure:
+    assert rank.step
+    rows = rank.step["tensors"][:12][::-1]
+    figure, axes = _figure(size, 0.8 + 0.26 * len(rows))
+    chunks = {row["chunk"] for row in rank.step["tensors"]}
+    _stack(axes.barh, range(len(rows)), rows, height=0.7)
+    names = [
+        (f"chunk {row['chunk']}, " if len(chunks) > 1 else "")
+        + (f"tensor {row['tensor']}" if row["in_layers"] else f"outside, tensor {row['tensor']}")
+        + f"  ({row['count']}×)"
+        for row in rows
+    ]
+    axes.set_yticks(range(len(rows)), names, color=INK)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(f"{_unit(_largest(rows))[1]} saved in the step")
+    axes.xaxis.grid(True)
+    axes.set_axisbelow(True)
+    _legend(figure, size)
+    return figure
+
+
+def _largest(rows: Sequence[dict[str, Any]]) -> float:
+    return max((sum(row[f"{where}_bytes"] for where in WHERE) for row in rows), default=0)
+
+
+def _stack(bar: Callable[..., Any], places: Iterable[int], rows: Sequence[dict[str, Any]], **thickness: float) -> None:
+    unit, _ = _unit(_largest(rows))
+    offsets = [0.0] * len(rows)
+    base = "left" if "height" in thickness else "bottom"
+    for where, color in WHERE.items():
+        values = [row[f"{where}_bytes"] / unit for row in rows]
+        if any(values):
+            bar(places, values, color=color, label=where, **{base: offsets}, **thickness)
+        offsets = [offset + value for offset, value in zip(offsets, values, strict=True)]
+
+
+# ---- all ranks
+def ranks(files: Sequence[RankFiles], size: str) -> Figure:
+    """Peak of each rank, with and without the plan."""
+    shown = [rank for rank in files if rank.step]
+    figure, axes = _figure(size, 2.4)
+    both = [(peak_of(rank, "without_plan"), peak_of(rank, "measured")) for rank in shown]
+    unit, name = _unit(max((max(pair) for pair in both), default=0))
+    places = range(len(shown))
+    axes.bar([p - 0.19 for p in places], [a / unit for a, _ in both], 0.36, color=PLAIN_COLOR, label="nothing swapped")
+    axes.bar([p + 0.19 for p in places], [b / unit for _, b in both], 0.36, color=PLAN_COLOR, label="as it ran")
+    _name_bars(axes, [str(rank.rank) for rank in shown], size)
+    axes.set_xlabel("rank")
+    axes.set_ylabel(f"peak, {name}")
+    axes.yaxis.grid(True)
+    axes.set_axisbelow(True)
+    _legend(figure, size)
+    return figure
+
+
+def _name_bars(axes: Any, names: Sequence[str], size: str) -> None:
+    every = -(-len(names) // (32 if size == "wide" else 10))  # as many names as there is room for
+    axes.set_xticks(range(0, len(names), every), names[::every])
+    axes.set_xlim(-0.6, max(len(names), 8 if size == "wide" else 4) - 0.4)  # a few bars stay bars
+
+
+def peak_of(rank: RankFiles, which: str) -> int:
+    assert rank.step
+    return max((phase["peak_allocated_bytes"][which] for phase in rank.step["phases"].values()), default=0)
+
+
+def _legend(figure: Figure, size: str) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=4 if size == "wide" else 2, fontsize=8.5)

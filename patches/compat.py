@@ -1,0 +1,196 @@
+"""COMPAT: our flags against Megatron's features. Each cell says: works, not tested, or an error and its remedy.
+
+A row per flag of ours; the features are the columns. ``errors`` and ``untested`` read the table for a run's arguments,
+``markdown`` renders it for the documentation.
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that Megatron offers. ``in_use``: the flag as the user knows it, or "" if it is off."""
+
+    title: str
+    in_use: Callable[[argparse.Namespace], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Works:
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotTested:
+    """One warning line. Only for what could not be run here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An error before anything is allocated. ``remedy`` empty: remove Megatron's flag."""
+
+    why: str
+    remedy: str = ""
+
+
+Cell = Works | NotTested | Refused
+
+
+def _switch(name: str) -> Callable[[argparse.Namespace], str]:
+    """In use if the argument of that flag is set. A Megatron that does not know it has it off."""
+    attribute = name.lstrip("-").replace("-", "_")
+    return lambda args: name if getattr(args, attribute, None) else ""
+
+
+def _recompute_selective(args: argparse.Namespace) -> str:
+    if getattr(args, "recompute_activations", False):  # Megatron's older name; gone once it has validated arguments
+        return "--recompute-activations"
+    chosen = getattr(args, "recompute_granularity", None) == "selective"
+    return "--recompute-granularity selective" if chosen else ""
+
+
+def _recompute_full(args: argparse.Namespace) -> str:
+    return "--recompute-granularity full" if getattr(args, "recompute_granularity", None) == "full" else ""
+
+
+def _cuda_graphs(args: argparse.Namespace) -> str:
+    for name in ("--enable-cuda-graph", "--external-cuda-graph"):  # older names
+        if found := _switch(name)(args):
+            return found
+    kind = getattr(args, "cuda_graph_impl", None) or "none"
+    return "" if kind == "none" else f"--cuda-graph-impl {kind}"
+
+
+def _low_precision(args: argparse.Namespace) -> str:
+    for name, attribute in (("--fp8-format", "fp8"), ("--fp4-format", "fp4")):
+        if getattr(args, attribute, None):
+            return name
+    return ""
+
+
+def _fsdp(args: argparse.Namespace) -> str:
+    for name in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):  # custom: older name
+        if found := _switch(name)(args):
+            return found
+    return ""
+
+
+def _context_parallel(args: argparse.Namespace) -> str:
+    return "--context-parallel-size" if (getattr(args, "context_parallel_size", 1) or 1) > 1 else ""
+
+
+def _transformer_engine(args: argparse.Namespace) -> str:
+    name = "transformer_engine"
+    return f"--transformer-impl {name}" if getattr(args, "transformer_impl", None) == name else ""
+
+
+def _other_optimizer(args: argparse.Namespace) -> str:
+    name = getattr(args, "optimizer", None) or "adam"
+    return "" if name == "adam" else f"--optimizer {name}"
+
+
+RECOMPUTE_SELECTIVE = Feature("selective recompute", _recompute_selective)
+RECOMPUTE_FULL = Feature("full recompute", _recompute_full)
+FINE_GRAINED_OFFLOAD = Feature("fine-grained activation offload", _switch("--fine-grained-activation-offloading"))
+LAYER_OFFLOAD = Feature("offload of whole layers", _switch("--cpu-offloading-num-layers"))
+OPTIMIZER_OFFLOAD = Feature("optimizer on the CPU", _switch("--optimizer-cpu-offload"))
+CUDA_GRAPHS = Feature("CUDA graphs", _cuda_graphs)
+COMBINED_1F1B = Feature("overlap of expert communication", _switch("--overlap-moe-expert-parallel-comm"))
+FSDP = Feature("FSDP", _fsdp)
+LOW_PRECISION = Feature("fp8, fp4", _low_precision)
+CONTEXT_PARALLEL = Feature("context parallel", _context_parallel)
+TRANSFORMER_ENGINE = Feature("Transformer Engine", _transformer_engine)
+PRECISION_AWARE = Feature("precision-aware optimizer", _switch("--use-precision-aware-optimizer"))
+OPTIMIZER_GRAPH = Feature("CUDA graph of the optimizer", _switch("--optimizer-cuda-graph"))
+OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
+
+FEATURES = (
+    RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
+    COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
+    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
+)  # fmt: skip
+
+_SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
+
+# A new flag of ours is a new row; of two flags of ours, the later row says in a Feature of its own how they go together.
+COMPAT: dict[str, dict[Feature, Cell]] = {
+    "--smart-swap": {
+        RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),
+        RECOMPUTE_FULL: Works("the inputs of the recomputed layers are swapped"),
+        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
+        LAYER_OFFLOAD: _SAME_TENSORS,
+        OPTIMIZER_OFFLOAD: Works(),
+        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
+        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
+        FSDP: NotTested(),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: NotTested(),
+        TRANSFORMER_ENGINE: NotTested(),
+        PRECISION_AWARE: NotTested(),
+        OPTIMIZER_GRAPH: NotTested(),
+        OTHER_OPTIMIZER: Works(),
+    },
+    "--virtual-optimizer": {
+        RECOMPUTE_SELECTIVE: Works(),
+        RECOMPUTE_FULL: Works(),
+        FINE_GRAINED_OFFLOAD: Works(),
+        LAYER_OFFLOAD: Works(),
+        OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),
+        CUDA_GRAPHS: NotTested(),
+        COMBINED_1F1B: Works(),
+        FSDP: Refused("it owns the optimizer's state"),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: Works(),
+        TRANSFORMER_ENGINE: NotTested(),
+        PRECISION_AWARE: Refused("its state has scales beside the moments"),
+        OPTIMIZER_GRAPH: Refused("a captured step cannot be cut into slices"),
+        OTHER_OPTIMIZER: Refused("it moves Adam's moments", "use --optimizer adam"),
+    },
+}
+
+
+def _cells(args: argparse.Namespace) -> Iterator[tuple[str, str, Cell]]:
+    """(our flag, Megatron's flag, cell) of everything that is in use together."""
+    for ours, row in COMPAT.items():
+        if not _switch(ours)(args):
+            continue
+        for feature, cell in row.items():
+            if theirs := feature.in_use(args):
+                yield ours, theirs, cell
+
+
+def errors(args: argparse.Namespace) -> list[str]:
+    """One text per combination that cannot work: both flags, why, and the remedy."""
+    return [
+        f"{ours} cannot be used with {theirs}: {cell.why}; {cell.remedy or 'remove ' + theirs}"
+        for ours, theirs, cell in _cells(args)
+        if isinstance(cell, Refused)
+    ]
+
+
+def untested(args: argparse.Namespace) -> list[str]:
+    """One text per combination that nobody has run."""
+    return [
+        f"{ours} with {theirs} is not tested: compare the losses of some steps with a run without {ours}"
+        for ours, theirs, cell in _cells(args)
+        if isinstance(cell, NotTested)
+    ]
+
+
+def markdown() -> str:
+    """The table for the documentation: a line per feature, a column per flag of ours."""
+    lines = ["| Megatron | " + " | ".join(f"`{ours}`" for ours in COMPAT) + " |", "|---" * (len(COMPAT) + 1) + "|"]
+    lines += [
+        f"| {feature.title} | " + " | ".join(_text(row[feature]) for row in COMPAT.values()) + " |"
+        for feature in FEATURES
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, Works):
+        return f"works: {cell.note}" if cell.note else "works"
+    return f"error: {cell.why}" if isinstance(cell, Refused) else "not tested"
