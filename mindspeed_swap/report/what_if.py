@@ -15,7 +15,7 @@ from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, f
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.smart_swap.search import RESERVE_SHARE
-from mindspeed_swap.units import MIB, format_bytes, parse_bytes
+from mindspeed_swap.units import format_bytes, parse_bytes
 
 TRACE_FILE = "step_trace.json"
 POINTS = 8
@@ -145,5 +145,5 @@ def _time(answer: Answer, plain_ms: float) -> str:
 
 
 def _capacity(budget: int) -> str:
-    """The device size that makes a run plan for this budget: it leaves a reserve."""
-    return f"{-int(-budget / (1 - RESERVE_SHARE) // MIB)}MiB"
+    """The largest device with which a run plans for no more than this budget: it leaves a reserve."""
+    return f"{int(budget / (1 - RESERVE_SHARE)) >> 10}KiB"
