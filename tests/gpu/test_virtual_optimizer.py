@@ -25,9 +25,9 @@ from cuda_device import needs_gpu, needs_kernels
 from mindspeed_swap.core.accelerator import cuda
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.units import GIB, MIB
-from mindspeed_swap.virtual_optimizer.swap_tensor import is_swap_tensor, to_host
 from mindspeed_swap.virtual_optimizer.arena import Arena, choose
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
+from mindspeed_swap.virtual_optimizer.swap_tensor import is_swap_tensor, to_host
 from mindspeed_swap.virtual_optimizer.waits import Wait
 
 pytestmark = [needs_gpu, needs_kernels]
