@@ -35,7 +35,7 @@ def test_one_rank(plain, folder, flags):
     assert len(run.lines) == 1 and run.lines[0].endswith(", stage 0 of 1")
     if not flags:  # the optimizer's own peak is lower too
         peaks = [each.ranks[0]["steps"][-1]["peak_bytes"] for each in (plain, run)]
-        assert peaks[0] - peaks[1] > 0.9 * moved
+        assert peaks[0] - peaks[1] > 0.7 * moved
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
