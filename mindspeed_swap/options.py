@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_swap.virtual_optimizer.amount import VirtualOptions, virtual_options
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
     smart_swap: bool
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
+    virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
     layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
 
@@ -23,13 +26,16 @@ class Options:
     @property
     def names(self) -> str:
         """The flags of the features that are on, for messages."""
-        return "--smart-swap" if self.smart_swap else ""
+        on = {"--smart-swap": self.smart_swap, "--virtual-optimizer": self.virtual_optimizer is not None}
+        return ", ".join(flag for flag, is_on in on.items() if is_on)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
+        """Raises SettingError on values that cannot be."""
+        virtual = virtual_options(args)
         layout = {name: getattr(args, name, None) for name in _SHAPES}
         model = " ".join(f"{name}={value}" for name, value in layout.items())
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, model, layout)
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, virtual, model, layout)
 
 
 _SHAPES = (

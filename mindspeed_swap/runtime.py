@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.core.link import probe_link
+from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.solve import Infeasible
 from mindspeed_swap.core.swap_manager import SwapManager
@@ -27,6 +28,7 @@ from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter
 from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
@@ -36,21 +38,29 @@ UNMEASURED_BYTES_PER_MS = 12e6
 class Runtime:
     """Built by the first call of ``get``: by then Megatron has chosen this rank's device."""
 
+    # Of --smart-swap. Without it nothing patched reaches them.
+    manager: SwapManager
+    smart_swap: SmartSwap | None = None
+
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
         self._accelerator = get_accelerator()
         self.pool = HostPool(self._accelerator, host_budget_bytes)
+        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
+        self._virtual: VirtualOptimizer | None = None
+        self.in_step = False
+        if options.smart_swap:
+            self._prepare_smart_swap()
+
+    def _prepare_smart_swap(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
-        self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
+        self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
         self.smart_swap = self._new_search()
         self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
-        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._models: list[Any] = []
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self.in_step = False
         self._in_optimizer = False
 
     # ---- called by the patches
@@ -111,6 +121,15 @@ class Runtime:
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)
 
+    def virtual_optimizer(self, stage: int, stages: int) -> VirtualOptimizer:
+        """The one of this rank, which is in pipeline stage ``stage``."""
+        if self._virtual is None:
+            assert self._options.virtual_optimizer is not None
+            self._virtual = VirtualOptimizer(
+                self._options.virtual_optimizer, self._accelerator, self.pool, stage, stages
+            )
+        return self._virtual
+
     # ---- the rest
     def _new_search(self) -> SmartSwap:
         return SmartSwap(self._accelerator.memory().capacity_bytes)
@@ -132,22 +151,25 @@ class Runtime:
             model=self._options.model,
             capacity_bytes=memory.capacity_bytes,
             static_bytes=memory.allocated_bytes,
-            d2h_bytes_per_ms=self._d2h,
-            h2d_bytes_per_ms=self._h2d,
+            copy_overhead_ms=COPY_OVERHEAD_MS,
+            **asdict(self._link),
             has_optimizer_state=_has_state(optimizer),
         )
 
     def report(self, *, with_trace: bool) -> None:
-        if self._report is not None and self.smart_swap.steps:
-            self._report.write_summary(self.smart_swap, self.pool, self._accelerator.name)
-            if with_trace:
-                self._report.write_trace(self.smart_swap.shown)
+        search, virtual = self.smart_swap, self._virtual
+        if self._report is None or not (virtual or (search and search.steps)):
+            return
+        self._report.write_summary(search, self.pool, self._accelerator.name, virtual.summary() if virtual else None)
+        if with_trace and search:
+            self._report.write_trace(search.shown)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
-        self._guard.close()
-        self.manager.close()
+        if self.smart_swap:
+            self._guard.close()
+            self.manager.close()
         self.pool.close()
         self._accelerator.close()
 
