@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.chrome import LANES, LAYERS, MICROBATCHES, PEAK, PLAIN, STALLS, TO_DEVICE, TO_HOST
 from mindspeed_swap.report.reader import RankFiles
+from mindspeed_swap.report.what_if import Frontier
 from mindspeed_swap.units import GIB, MIB
 
 try:
@@ -258,6 +259,24 @@ def _name_bars(axes: Any, names: Sequence[str], size: str) -> None:
 def peak_of(rank: RankFiles, which: str) -> int:
     assert rank.step
     return max((phase["peak_allocated_bytes"][which] for phase in rank.step["phases"].values()), default=0)
+
+
+# ---- what-if
+def frontier(found: Frontier, size: str) -> Figure:
+    """Step time against memory, one line per set of verbs, with their floors."""
+    figure, axes = _figure(size, 3.2)
+    unit, name = _unit(found.peak_bytes)
+    for (curve, (least, _)), color in zip(found.floors.items(), (PLAN_COLOR, LIMIT_COLOR), strict=True):
+        points = [(budget / unit, of[curve].step_ms) for budget, of in found.answers.items() if of[curve].step_ms]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), color=color, marker="o", ms=3, label=curve)
+        axes.axvline(least / unit, color=color, linewidth=0.8, linestyle=":")
+    axes.plot([found.peak_bytes / unit], [found.plain_ms], color=INK, marker="o", label="nothing moved")
+    axes.set_xlabel(f"peak, {name} (dotted: floors)")
+    axes.set_ylabel("step, ms (predicted)")
+    axes.yaxis.grid(True)
+    axes.set_axisbelow(True)
+    _legend(figure, size)
+    return figure
 
 
 def _legend(figure: Figure, size: str) -> None:
