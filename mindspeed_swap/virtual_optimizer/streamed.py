@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Streamed:
         groups = self._optimizer.param_groups
         try:
             with self._pipeline.running([each for slices in self._slices for each in slices]):
-                for group, slices in zip(groups, self._slices, strict=True):
+                for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
         finally:
             self._optimizer.param_groups = groups
