@@ -23,8 +23,9 @@ from mindspeed_swap.virtual_optimizer.waits import Wait
 
 # Copies of 16 MiB and more run at the link's full rate, and a slice has at least one for each of two moments.
 SLICE_BYTES = 32 * MIB
-# Buffers must stay small beside what has left the device for them, also in a small model.
-SLICE_SHARE = 64
+# Buffers must stay small beside what has left the device for them, also in a small model; but each slice is a call of
+# the optimizer, which takes the host a third of a millisecond.
+SLICE_SHARE = 16
 SMALLEST_SLICE_BYTES = 64 << 10
 
 Optimizer = torch.optim.Optimizer

@@ -55,8 +55,11 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     )
     lines = out.splitlines()
     assert lines[:2] == ["['add_megatron_arguments', 'validate_args']", "1 False"]
-    names = "errors log megatron_adaptor options patches patches.arguments patches.compat patches.registry"
-    assert lines[2] == str(["mindspeed_swap", *(f"mindspeed_swap.{name}" for name in names.split())])
+    ours = [
+        "errors", "log", "megatron_adaptor", "options", "patches", "patches.arguments", "patches.compat",
+        "patches.registry", "units", "virtual_optimizer", "virtual_optimizer.amount",
+    ]  # fmt: skip
+    assert lines[2] == str(["mindspeed_swap", *(f"mindspeed_swap.{name}" for name in ours)])
 
 
 def test_case_26_torch_tensor_is_untouched():

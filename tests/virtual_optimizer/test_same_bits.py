@@ -14,7 +14,6 @@ from adams import (
     set_gradients,
     train,
 )
-
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mindspeed_swap.sim import device
