@@ -20,7 +20,7 @@ from mindspeed_swap.core.windows import RangeMin, link_rates
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 SEARCH_WORK = 40_000
 # Sets of modules tried per target: at least, and one in so many tries.
-FEWEST_SETS, TRIES_PER_SET = 2, 20
+FEWEST_SETS, TRIES_PER_SET = 3, 20
 # What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
 # still missing shows, and the next module may be of a kind that costs far more.
 FIRST_PACE = 0.9
