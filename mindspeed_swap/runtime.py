@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.core.link import probe_link
+from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.solve import Infeasible
 from mindspeed_swap.core.swap_manager import SwapManager
@@ -55,8 +56,7 @@ class Runtime:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
-        self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
+        self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
         self.smart_swap = self._new_search()
         self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
         self._models: list[Any] = []
@@ -151,8 +151,8 @@ class Runtime:
             model=self._options.model,
             capacity_bytes=memory.capacity_bytes,
             static_bytes=memory.allocated_bytes,
-            d2h_bytes_per_ms=self._d2h,
-            h2d_bytes_per_ms=self._h2d,
+            copy_overhead_ms=COPY_OVERHEAD_MS,
+            **asdict(self._link),
             has_optimizer_state=_has_state(optimizer),
         )
 

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from mindspeed_swap import runtime
+from mindspeed_swap.log import speak_for_stage
 from mindspeed_swap.patches.registry import Patch
 
 
@@ -13,15 +14,27 @@ def _train_step(original: Any) -> Any:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     signature = inspect.signature(original)
+    if_first_of_stage = functools.cache(_speak_if_first_of_stage)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
+        if_first_of_stage()
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
         with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
             return original(*args, **kwargs)
 
     return train_step
+
+
+def _speak_if_first_of_stage() -> None:
+    """Stages hold different layers for different times, so their plans differ; within a stage they hardly do."""
+    from megatron.core import parallel_state
+
+    several = parallel_state.get_pipeline_model_parallel_world_size() > 1
+    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
+    if several and first:
+        speak_for_stage()
 
 
 def _optimizer_step(original: Any) -> Any:

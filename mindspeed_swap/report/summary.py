@@ -26,10 +26,10 @@ step               one recorded step, the one that ``trace.json`` shows: that of
 Fields of ``step``; {measured, predicted, without_plan}: as it ran, as written down before it ran, and what the same
 step would take if nothing were swapped (simulated).
 
-==================  =================================================================================================
+==================  ================================================================================================
 step_ms, stall_ms   time of the step; time in it that compute waited for copies
-phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (not
-                    predicted)
+phases              by phase (forward, backward, optimizer): most bytes allocated, and most reserved by the
+                    allocator, which is not predicted
 static_bytes        allocated when the step began
 held_bytes          most held by activations at the end of a microbatch's forward
 bytes_out, _in      copied to the host and back, called-off copies included
@@ -39,7 +39,7 @@ counters            of the step: see ``core/step.py``
 layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped,
                     kept, immovable (kept because they cannot be moved)
 notes               sentences: what a reader must not miss
-==================  =================================================================================================
+==================  ================================================================================================
 """
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def summarize(
     layout: Mapping[str, Any],
     virtual_optimizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything but which rank of which run it is. ``search``, ``virtual_optimizer``: None if the feature is off."""
+    """All but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
     return {
         "versions": _versions(),
         "device": device,

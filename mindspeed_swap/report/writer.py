@@ -51,6 +51,7 @@ class ReportWriter:
         if step is not None and step is not self._written:
             self._written = step
             self._write("trace.json", json.dumps(chrome_trace(step, self._rank, self._run_id)))
+            self._write("step_trace.json", step.trace.to_json())  # for ``mindspeed-swap what-if``
 
     def _write(self, name: str, text: str) -> None:
         path = self._folder / name

@@ -5,6 +5,7 @@ the worst a plan can do is to be slow.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +26,8 @@ MAX_TRIES = 8
 NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
+# By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
+SPREAD_STEPS = 32
 
 
 class Phase(Enum):
@@ -84,6 +87,7 @@ class SmartSwap:
     _reserve_bytes: int = 0
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _bad_steps: int = 0
+    _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
     def __post_init__(self) -> None:
         self._reserve_bytes = int(self.capacity_bytes * RESERVE_SHARE)
@@ -94,6 +98,7 @@ class SmartSwap:
     def after_step(self, stats: StepStats, trace: StepTrace | None) -> bool:
         """Take a step's outcome in. True if the phase or the plan changed. Raises Infeasible."""
         self.steps += 1
+        self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
@@ -123,6 +128,8 @@ class SmartSwap:
         return True
 
     def _replan(self, trace: StepTrace) -> None:
+        spread = max(self._saved_bytes) - min(self._saved_bytes)
+        self._reserve_bytes = max(self._reserve_bytes, spread)
         self.target_bytes = self.capacity_bytes - self._reserve_bytes
         try:
             self.plan = solve(trace, self.target_bytes)
@@ -133,7 +140,8 @@ class SmartSwap:
     def _enter(self, phase: Phase, why: str) -> None:
         say(
             f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, "
-            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
+            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}",
+            every_stage=True,
         )
         self.phase = phase
 
