@@ -4,6 +4,14 @@ from __future__ import annotations
 import os
 import sys
 
+_quiet = _everywhere = False
+
+
+def speak(at_all: bool, everywhere: bool) -> None:
+    """Whether ``say`` prints, and whether on all ranks."""
+    global _quiet, _everywhere
+    _quiet, _everywhere = not at_all, everywhere
+
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
@@ -11,7 +19,9 @@ def rank() -> int:
 
 def say(message: str, *, every_rank: bool = False) -> None:
     """Print one line. ``every_rank`` adds the rank's number and prints on all of them."""
-    if every_rank and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if _quiet:
+        return
+    if (every_rank or _everywhere) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         print(f"[mindspeed_swap rank {rank()}] {message}", file=sys.stdout, flush=True)
     elif rank() == 0:
         print(f"[mindspeed_swap] {message}", file=sys.stdout, flush=True)

@@ -19,18 +19,24 @@ from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
-from mindspeed_swap.core.solve import Infeasible
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.smart_swap.peers import GroupPeers, Peers
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans, size_class
+from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+from mindspeed_swap.units import format_bytes
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
+# Of the host budget, that plans leave: freed blocks of other sizes leave gaps.
+HOST_SLACK_SHARE = 0.05
+_UNKNOWN = 0  # size class, before the first layer has run
 
 
 class Runtime:
@@ -45,28 +51,36 @@ class Runtime:
         link = probe_link(self._accelerator, self.pool)
         self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
         self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self.smart_swap = self._new_search()
-        self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
+        self._peers: Peers | None = None
+        self._plans = _loaded_plans(options)
+        self._shape: Shape = (0, _UNKNOWN)
+        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
+        self._searches: dict[Shape, SmartSwap] = {}  # a plan fits only the same number and size of microbatches
+        self._sized = False  # this step's size class is known
         self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._models: list[Any] = []
+        self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self.in_step = False
         self._in_optimizer = False
 
     # ---- called by the patches
     @contextmanager
-    def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
-        """One training step. What it did decides how the next one of as many microbatches runs."""
-        self._choose_search(microbatches)
-        self._models = models
+    def step(self, models: list[Any], optimizer: Any, microbatches: int, peers: Any = None) -> Iterator[None]:
+        """One training step. What it did decides how the next one of the same shape runs.
+
+        ``peers``: process group of the ranks that run the same layers."""
+        if self._peers is None:
+            several = peers is not None and torch.distributed.get_world_size(peers) > 1
+            self._peers = GroupPeers(peers, self._accelerator) if several else Peers()
+        self._models, self._optimizer = models, optimizer
+        self._sized = False
+        # Until its first layer runs, a step is taken to be like the one before.
+        self._choose_search((microbatches, self._shape[1]))
         self._microbatches.clear()
         self._in_optimizer = False
         self.manager.movable.keep_on_device(_static_tensors(models))
-        order = self.smart_swap.next_step()
-        trace = self._new_trace(optimizer) if order.record else None
-        if order.plan is not None:
-            self.pool.reserve(order.plan.swap_bytes)
-        self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
+        self._begin(self.manager.begin_step)
         self.in_step = True
         try:
             yield
@@ -76,11 +90,13 @@ class Runtime:
         stats, trace = self.manager.end_step()
         try:
             changed = self.smart_swap.after_step(stats, trace)
-        except Infeasible as error:
+        except NoPlan as error:
             raise SettingError(
-                f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
+                f"--smart-swap: {error}; give the device (or the target) more room, make a microbatch smaller or "
+                "recompute a part"
             ) from None
         if changed:
+            self._save_plans()
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
 
@@ -94,9 +110,15 @@ class Runtime:
         self._microbatches[chunk] = number + 1
         return self.manager.forward(number, chunk)
 
-    def layer(self, number: int) -> Any:
+    def layer(self, number: int, entering: Any = None) -> Any:
+        """``entering``: what the layer gets. Of the first one in a step it tells the size of the microbatches."""
         _end_if_terminated()
-        return self.manager.layer(number) if self.in_step else _NOTHING
+        if not self.in_step:
+            return _NOTHING
+        if not self._sized and isinstance(entering, torch.Tensor):
+            self._sized = True
+            self._meet_size(size_class(entering.numel() * entering.itemsize))
+        return self.manager.layer(number)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -112,19 +134,86 @@ class Runtime:
         self.manager.movable.will_vanish(tensor)
 
     # ---- the rest
-    def _new_search(self) -> SmartSwap:
-        return SmartSwap(self._accelerator.memory().capacity_bytes)
+    def _begin(self, begin: Any) -> None:
+        order = self.smart_swap.next_step()
+        trace = self._new_trace(self._optimizer) if order.record else None
+        if order.plan is not None:
+            self.pool.reserve(order.host_bytes)
+        begin(order.plan, trace=trace, read_order=order.read_order)
 
-    def _choose_search(self, microbatches: int) -> None:
-        """Batch size ramp-up changes how many microbatches a step has: each number has plans of its own."""
-        steps = self.smart_swap.steps
-        if not self._searches:
-            self._searches[microbatches] = self.smart_swap
-        elif microbatches not in self._searches:
-            say(f"smart-swap: {microbatches} microbatches from step {steps + 1} on: planned anew")
-            self._searches[microbatches] = self._new_search()
-        self.smart_swap = self._searches[microbatches]
-        self.smart_swap.steps = steps
+    def _meet_size(self, number: int) -> None:
+        """The first layer of the step runs. If it is of another size than the last step's, so is its plan."""
+        microbatches, before = self._shape
+        if number == before:
+            return
+        if before == _UNKNOWN and self._shape in self._searches:  # the very first step: of this size, then
+            search = self._searches.pop(self._shape)
+            if (microbatches, number) not in self._plans:
+                self._shape = microbatches, number
+                self._searches[self._shape] = search
+                search.name = _name(self._shape)
+                return
+        self._choose_search((microbatches, number))
+        self._begin(self.manager.change_plan)
+
+    def _choose_search(self, shape: Shape) -> None:
+        """Batch size ramp-up and other sequence lengths change what a step is: each shape has plans of its own."""
+        search = self._searches.get(shape)
+        if search is None:
+            if self._searches:
+                say(
+                    f"smart-swap: from step {self.smart_swap.steps + 1} on {shape[0]} microbatches of size class "
+                    f"{shape[1]}: planned anew"
+                )
+            search = self._searches[shape] = self._new_search(shape)
+        search.steps, self._shape, self.smart_swap = self.smart_swap.steps, shape, search
+        host = self.pool.budget_bytes - self.pool.used_bytes
+        search.host_bytes = max(0, int(host * (1 - HOST_SLACK_SHARE)))
+
+    def _new_search(self, shape: Shape) -> SmartSwap:
+        assert self._peers is not None
+        given = {
+            "capacity_bytes": self._accelerator.memory().capacity_bytes,
+            "policy": self._options.policy,
+            "peers": self._peers,
+            "name": _name(shape),
+            "tell": self._tell,
+        }
+        plan = self._plans.get(shape)
+        if plan is None:
+            if self._plans and shape[1] != _UNKNOWN:
+                self._tell(f"smart-swap: no plan for {shape[0]} microbatches of size class {shape[1]} in the file")
+            return SmartSwap(**given)
+        peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
+        if peak > given["capacity_bytes"]:
+            raise SettingError(
+                f"--swap-plan {self._options.plan_file}: its step needs {format_bytes(peak)} and this device gives "
+                f"{format_bytes(given['capacity_bytes'])}: search again without --swap-plan"
+            )
+        self._tell(f"smart-swap: plan of the file: {format_bytes(plan.swap_bytes)} in {len(plan.swaps)} tensors")
+        return SmartSwap.from_plan(plan, **given)
+
+    def _tell(self, message: str) -> None:
+        """One rank speaks for its peers; where pipeline stages differ, each stage has one that does."""
+        assert self._peers is not None
+        if self._peers.count == int(os.environ.get("WORLD_SIZE", "1")):
+            say(message)
+        elif self._peers.leader:
+            say(message, every_rank=True)
+
+    def _save_plans(self) -> None:
+        if not self._options.plan_save or self.smart_swap.phase is not Phase.STABLE:
+            return
+        path = rank_file(self._options.plan_save, rank(), int(os.environ.get("WORLD_SIZE", "1")))
+        stable = {
+            shape: search.plan
+            for shape, search in self._searches.items()
+            if search.phase is Phase.STABLE and search.plan is not None
+        }
+        try:
+            save_plans(path, rank(), stable)
+        except OSError as error:
+            say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
 
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
@@ -150,6 +239,18 @@ class Runtime:
         self.manager.close()
         self.pool.close()
         self._accelerator.close()
+
+
+def _name(shape: Shape) -> int:
+    """A number that peers can compare."""
+    return shape[0] * 1000 + shape[1]
+
+
+def _loaded_plans(options: Options) -> dict[Shape, Plan]:
+    if not options.plan_file:
+        return {}
+    path = rank_file(options.plan_file, rank(), int(os.environ.get("WORLD_SIZE", "1")))
+    return load_plans(path, rank(), options.model)
 
 
 def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -187,6 +288,7 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
+    _loaded_plans(options)
     prepare_device(options.names)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)

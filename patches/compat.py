@@ -106,7 +106,7 @@ FEATURES = (
 
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
-# A new flag of ours is a new row; of two flags of ours, the later row says in a Feature of its own how they go together.
+# A new flag of ours is a new row; of two flags of ours, the later row says in a Feature how they go together.
 COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),

@@ -10,6 +10,7 @@ from mindspeed_swap.patches.registry import Patch
 
 
 def _train_step(original: Any) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     signature = inspect.signature(original)
@@ -18,7 +19,9 @@ def _train_step(original: Any) -> Any:
     def train_step(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
-        with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
+        # The ranks that run the same layers: of one pipeline stage.
+        peers = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        with runtime.get().step(models, given["optimizer"], get_num_microbatches(), peers):
             return original(*args, **kwargs)
 
     return train_step

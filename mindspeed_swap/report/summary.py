@@ -14,8 +14,9 @@ target_bytes       peak that plans must stay under
 peak_bytes         predicted peak of a step that swaps nothing
 floor_bytes        peak that no plan goes below; ``floor`` has its parts
 plan               the one in force: bytes, number of tensors, and what was predicted of it before it ran
+warm_up            the recorded step that the first plan was made from: evictions and waits in it, what could move
 tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,
-                   prefetches without room), measured peak and step time
+                   prefetches without room), measured peak and step time, the same as predicted, bytes above the target
 stable             counters since Stable began
 host               budget, pinned and most used bytes of host memory for swapped tensors
 step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
@@ -27,16 +28,16 @@ step would take if nothing were swapped (simulated).
 
 ==================  =================================================================================================
 step_ms, stall_ms   time of the step; time in it that compute waited for copies
-phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (which is
-                    not predicted)
+phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (which
+                    is not predicted)
 static_bytes        allocated when the step began
 held_bytes          most held by activations at the end of a microbatch's forward
 bytes_out, _in      copied to the host and back, called-off copies included
 copy_ms             time in which copies ran, out and in
 hidden_share        share of the copies' time in which compute did not wait for any; null without copies
 counters            of the step: see ``core/step.py``
-layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped, kept,
-                    immovable (kept because they cannot be moved)
+layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped,
+                    kept, immovable (kept because they cannot be moved)
 notes               sentences: what a reader must not miss
 ==================  =================================================================================================
 """
@@ -72,13 +73,22 @@ def summarize(search: SmartSwap, pool: HostPool, device: str, layout: Mapping[st
         "peak_bytes": search.peak_bytes,
         "floor_bytes": search.floor.bytes if search.floor else None,
         "floor": asdict(search.floor) if search.floor else None,
+        "warm_up": asdict(search.warm_up) if search.warm_up else None,
         "plan": {
             "swap_bytes": plan.swap_bytes if plan else 0,
             "tensors": len(plan.swaps) if plan else 0,
             "prediction": asdict(plan.prediction) if plan and plan.prediction else None,
         },
         "tries": [
-            {"swap_bytes": t.plan.swap_bytes, "trouble": t.trouble, "peak_bytes": t.peak_bytes, "step_ms": t.step_ms}
+            {
+                "swap_bytes": t.plan.swap_bytes,
+                "trouble": t.trouble,
+                "peak_bytes": t.peak_bytes,
+                "step_ms": t.step_ms,
+                "over_bytes": t.over_bytes,
+                "predicted_peak_bytes": max(t.plan.prediction.peak_bytes.values()) if t.plan.prediction else None,
+                "predicted_step_ms": t.plan.prediction.step_ms if t.plan.prediction else None,
+            }
             for t in search.tries
         ],
         "stable": asdict(search.stable),
