@@ -261,19 +261,23 @@ class SmartSwap:
     def _next_try(self, trace: StepTrace, facts: _Facts) -> bool:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
-        tried = self.tries[-1].plan
-        if facts.trouble:
-            # The step needed more than the plan thought, or the allocator could not use all of the room (fragments).
-            # By how much, the evicted bytes do not say: one that comes back pushes out the next.
-            more = self.policy.adjust_memory
-            self._extra_bytes += self.policy.reserve(self.capacity_bytes) + self._extra_bytes if more is None else more
-        self._extra_bytes += int(facts.over)
-        try:
-            self._replan(trace, facts)
-        except NoPlan:
-            self.plan = tried
-            return False
-        return self.plan is not None and self.plan.swaps not in [each.plan.swaps for each in self.tries]
+        tried = [each.plan.swaps for each in self.tries]
+        for _ in range(MAX_TRIES):
+            if facts.trouble:
+                # The step needed more than the plan thought, or the allocator could not use all of the room
+                # (fragments). By how much, the evicted bytes do not say: one that comes back pushes out the next.
+                reserve, more = self.policy.reserve(self.capacity_bytes), self.policy.adjust_memory
+                self._extra_bytes += reserve + self._extra_bytes if more is None else more
+            self._extra_bytes += int(facts.over)
+            try:
+                self._replan(trace, facts)
+            except NoPlan:
+                return False
+            if self.plan is not None and self.plan.swaps not in tried:
+                return True
+            if not facts.trouble:
+                return False
+        return False
 
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:
