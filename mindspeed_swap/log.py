@@ -17,11 +17,22 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def say(message: str, *, every_rank: bool = False) -> None:
-    """Print one line. ``every_rank`` adds the rank's number and prints on all of them."""
+_speaks_for_stage = False
+
+
+def speak_for_stage() -> None:
+    """This rank is the first of its pipeline stage, and there are several: it says what differs between stages."""
+    global _speaks_for_stage
+    _speaks_for_stage = True
+
+
+def say(message: str, *, every_rank: bool = False, every_stage: bool = False) -> None:
+    """Print one line. ``every_rank`` adds the rank's number and prints on all of them, ``every_stage`` on the first of
+    each pipeline stage: one line per rank would be thousands."""
     if _quiet:
         return
-    if (every_rank or _everywhere) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if ((every_rank or _everywhere) and several) or (every_stage and _speaks_for_stage):
         print(f"[mindspeed_swap rank {rank()}] {message}", file=sys.stdout, flush=True)
     elif rank() == 0:
         print(f"[mindspeed_swap] {message}", file=sys.stdout, flush=True)

@@ -45,6 +45,7 @@ def activate(options: Options) -> None:
     """Arguments have been parsed and a feature is on: start the runtime and install its patches. Idempotent."""
     from mindspeed_swap import runtime
     from mindspeed_swap.patches import (
+        distributed_optimizer,
         linear,
         recompute,
         schedules,
@@ -55,8 +56,11 @@ def activate(options: Options) -> None:
     if runtime.started():
         return
     runtime.start(options)
-    for patches in (training, schedules, transformer_layer, linear, recompute):
-        _step.install(patches.PATCHES)
+    if options.smart_swap:
+        for patches in (training, schedules, transformer_layer, linear, recompute):
+            _step.install(patches.PATCHES)
+    if options.virtual_optimizer is not None:
+        _step.install(distributed_optimizer.PATCHES)
 
 
 def remove() -> None:

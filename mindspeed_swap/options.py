@@ -13,6 +13,7 @@ from mindspeed_swap.smart_swap.knobs import KNOBS
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.policy_file import SHIPPED, read_policy_file
 from mindspeed_swap.units import GIB
+from mindspeed_swap.virtual_optimizer.amount import FLAG, VirtualOptions, virtual_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Options:
     smart_swap: bool
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
+    virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
     layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
     policy: Policy = Policy()
@@ -34,33 +36,37 @@ class Options:
     @property
     def names(self) -> str:
         """The flags of the features that are on, for messages."""
-        return "--smart-swap" if self.smart_swap else ""
+        on = {"--smart-swap": self.smart_swap, "--virtual-optimizer": self.virtual_optimizer is not None}
+        return ", ".join(flag for flag, is_on in on.items() if is_on)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
-        """Raises SettingError."""
+        """Raises SettingError on values that cannot be."""
         layout = {name: getattr(args, name, None) for name in _SHAPES}
         model = " ".join(f"{name}={value}" for name, value in layout.items())
         policy, report, save = Policy(), args.swap_report_dir, args.swap_plan_save
         if args.smart_swap:
             policy, settings = _policy(args.swap_policy_config, args.swap_memory_target)
+            if policy.saves_most:
+                _stream_optimizer(args)
             folder = settings.get("output_root_path", KNOBS["output_root_path"].default)
             if settings.get("save_profiler_data"):
                 report = report or folder
             if settings.get("save_policy"):
                 save = save or str(Path(folder) / "plan.{rank}.json")
-        return cls(args.smart_swap, args.swap_host_memory, report, model, layout, policy, args.swap_plan, save)
+        return cls(
+            args.smart_swap, args.swap_host_memory, report, virtual_options(args), model, layout, policy,
+            args.swap_plan, save,
+        )  # fmt: skip
 
 
 def _policy(path: str | None, target_gib: float | None) -> tuple[Policy, Mapping[str, Any]]:
-    """Of the policy file and the flags above it, and what the file says by name. Raises SettingError."""
+    """Of the policy file and the flag above it, and what the file says by name. Raises SettingError."""
     settings = read_policy_file(path or SHIPPED)
     speak(settings.get("print_level", 1) < 2, settings.get("print_rank", 0) < 0)
     policy = Policy.of(settings)
     if target_gib is not None:
         policy = policy.with_target(int(target_gib * GIB))
-    if policy.saves_most:
-        _check_streamed_optimizer()
     unused = [name for name in settings if not KNOBS[name].effect]
     if unused:
         say(f"smart-swap: without effect here, nothing corresponds to them: {', '.join(unused)}")
@@ -68,15 +74,14 @@ def _policy(path: str | None, target_gib: float | None) -> tuple[Policy, Mapping
     return policy, settings
 
 
-def _check_streamed_optimizer() -> None:
-    """The hook of BETTER_MEMORY_SAVING: turns on the virtual optimizer's streamed mode for all state, once it is there.
-
-    (With --virtual-optimizer given as well: an error naming both.)
-    """
-    raise SettingError(
-        "policy_pref = SwapPolicyPref.BETTER_MEMORY_SAVING moves the optimizer's state by the virtual optimizer's "
-        "streamed mode, which this release does not have yet: use SwapPolicyPref.BETTER_PERFORMANCE"
-    )
+def _stream_optimizer(args: argparse.Namespace) -> None:
+    """BETTER_MEMORY_SAVING is the virtual optimizer, all of it, streamed. COMPAT then sees its flag."""
+    if args.virtual_optimizer is not None:
+        raise SettingError(
+            f"policy_pref = SwapPolicyPref.BETTER_MEMORY_SAVING and {FLAG} both move the optimizer's state: leave the "
+            "flag out, or set SwapPolicyPref.BETTER_PERFORMANCE"
+        )
+    args.virtual_optimizer, args.virtual_optimizer_mode = ["all"], "streamed"
 
 
 _SHAPES = (

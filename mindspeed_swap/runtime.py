@@ -10,6 +10,8 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ import torch
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.core.link import probe_link
+from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
@@ -26,61 +28,66 @@ from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter
-from mindspeed_swap.smart_swap.peers import GroupPeers, Peers
-from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans, size_class
+from mindspeed_swap.smart_swap.peers import GroupPeers
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
-from mindspeed_swap.units import format_bytes
+from mindspeed_swap.smart_swap.shapes import Shapes
+from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
-# Of the host budget, that plans leave: freed blocks of other sizes leave gaps.
-HOST_SLACK_SHARE = 0.05
-_UNKNOWN = 0  # size class, before the first layer has run
 
 
 class Runtime:
     """Built by the first call of ``get``: by then Megatron has chosen this rank's device."""
 
+    # Of --smart-swap. Without it nothing patched reaches them.
+    manager: SwapManager
+    shapes: Shapes | None = None
+
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
         self._accelerator = get_accelerator()
         self.pool = HostPool(self._accelerator, host_budget_bytes)
+        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
+        self._virtual: VirtualOptimizer | None = None
+        self.in_step = False
+        if options.smart_swap:
+            self._prepare_smart_swap()
+
+    def _prepare_smart_swap(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
-        self._d2h = link.d2h_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self._h2d = link.h2d_bytes_per_ms if link else UNMEASURED_BYTES_PER_MS
-        self._peers: Peers | None = None
-        self._plans = _loaded_plans(options)
-        self._shape: Shape = (0, _UNKNOWN)
-        self.smart_swap = SmartSwap(self._accelerator.memory().capacity_bytes)
-        self._searches: dict[Shape, SmartSwap] = {}  # a plan fits only the same number and size of microbatches
-        self._sized = False  # this step's size class is known
-        self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
+        self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
+        capacity = self._accelerator.memory().capacity_bytes
+        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options))
         self._models: list[Any] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self.in_step = False
         self._in_optimizer = False
 
-    # ---- called by the patches
-    @contextmanager
-    def step(self, models: list[Any], optimizer: Any, microbatches: int, peers: Any = None) -> Iterator[None]:
-        """One training step. What it did decides how the next one of the same shape runs.
+    @property
+    def smart_swap(self) -> SmartSwap | None:
+        return self.shapes.current if self.shapes else None
 
-        ``peers``: process group of the ranks that run the same layers."""
-        if self._peers is None:
-            several = peers is not None and torch.distributed.get_world_size(peers) > 1
-            self._peers = GroupPeers(peers, self._accelerator) if several else Peers()
+    # ---- called by the patches
+    def meet_peers(self, group: Any) -> None:
+        """The process group of the ranks that run the same layers. Before the first step."""
+        if self.shapes is not None and torch.distributed.get_world_size(group) > 1:
+            self.shapes.peers = GroupPeers(group, self._accelerator)
+
+    @contextmanager
+    def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
+        """One training step. What it did decides how the next one of the same shape runs."""
+        assert self.shapes is not None
+        self.shapes.begin(microbatches, self.pool.budget_bytes - self.pool.used_bytes)
         self._models, self._optimizer = models, optimizer
-        self._sized = False
-        # Until its first layer runs, a step is taken to be like the one before.
-        self._choose_search((microbatches, self._shape[1]))
         self._microbatches.clear()
         self._in_optimizer = False
         self.manager.movable.keep_on_device(_static_tensors(models))
-        self._begin(self.manager.begin_step)
+        self._order(self.manager.begin_step)
         self.in_step = True
         try:
             yield
@@ -88,17 +95,26 @@ class Runtime:
             self.in_step = False
         _end_if_terminated()
         stats, trace = self.manager.end_step()
+        search = self.shapes.current
         try:
-            changed = self.smart_swap.after_step(stats, trace)
+            changed = search.after_step(stats, trace)
         except NoPlan as error:
             raise SettingError(
                 f"--smart-swap: {error}; give the device (or the target) more room, make a microbatch smaller or "
                 "recompute a part"
             ) from None
         if changed:
-            self._save_plans()
             # The trace is large: not while tries still follow one another.
-            self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
+            self.report(with_trace=search.phase is Phase.STABLE)
+            self._save_plans()
+
+    def _order(self, begin: Any) -> None:
+        assert self.shapes is not None
+        order = self.shapes.current.next_step()
+        if order.plan is not None:
+            self.pool.reserve(order.host_bytes + self.pool.used_bytes)
+        trace = self._new_trace(self._optimizer) if order.record else None
+        begin(order.plan, trace=trace, read_order=order.read_order)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
@@ -115,9 +131,10 @@ class Runtime:
         _end_if_terminated()
         if not self.in_step:
             return _NOTHING
-        if not self._sized and isinstance(entering, torch.Tensor):
-            self._sized = True
-            self._meet_size(size_class(entering.numel() * entering.itemsize))
+        if isinstance(entering, torch.Tensor):
+            assert self.shapes is not None
+            if self.shapes.meet(entering.numel() * entering.itemsize):
+                self._order(self.manager.change_plan)
         return self.manager.layer(number)
 
     def recomputed(self) -> Any:
@@ -133,85 +150,21 @@ class Runtime:
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)
 
-    # ---- the rest
-    def _begin(self, begin: Any) -> None:
-        order = self.smart_swap.next_step()
-        trace = self._new_trace(self._optimizer) if order.record else None
-        if order.plan is not None:
-            self.pool.reserve(order.host_bytes)
-        begin(order.plan, trace=trace, read_order=order.read_order)
-
-    def _meet_size(self, number: int) -> None:
-        """The first layer of the step runs. If it is of another size than the last step's, so is its plan."""
-        microbatches, before = self._shape
-        if number == before:
-            return
-        if before == _UNKNOWN and self._shape in self._searches:  # the very first step: of this size, then
-            search = self._searches.pop(self._shape)
-            if (microbatches, number) not in self._plans:
-                self._shape = microbatches, number
-                self._searches[self._shape] = search
-                search.name = _name(self._shape)
-                return
-        self._choose_search((microbatches, number))
-        self._begin(self.manager.change_plan)
-
-    def _choose_search(self, shape: Shape) -> None:
-        """Batch size ramp-up and other sequence lengths change what a step is: each shape has plans of its own."""
-        search = self._searches.get(shape)
-        if search is None:
-            if self._searches:
-                say(
-                    f"smart-swap: from step {self.smart_swap.steps + 1} on {shape[0]} microbatches of size class "
-                    f"{shape[1]}: planned anew"
-                )
-            search = self._searches[shape] = self._new_search(shape)
-        search.steps, self._shape, self.smart_swap = self.smart_swap.steps, shape, search
-        host = self.pool.budget_bytes - self.pool.used_bytes
-        search.host_bytes = max(0, int(host * (1 - HOST_SLACK_SHARE)))
-
-    def _new_search(self, shape: Shape) -> SmartSwap:
-        assert self._peers is not None
-        given = {
-            "capacity_bytes": self._accelerator.memory().capacity_bytes,
-            "policy": self._options.policy,
-            "peers": self._peers,
-            "name": _name(shape),
-            "tell": self._tell,
-        }
-        plan = self._plans.get(shape)
-        if plan is None:
-            if self._plans and shape[1] != _UNKNOWN:
-                self._tell(f"smart-swap: no plan for {shape[0]} microbatches of size class {shape[1]} in the file")
-            return SmartSwap(**given)
-        peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
-        if peak > given["capacity_bytes"]:
-            raise SettingError(
-                f"--swap-plan {self._options.plan_file}: its step needs {format_bytes(peak)} and this device gives "
-                f"{format_bytes(given['capacity_bytes'])}: search again without --swap-plan"
+    def virtual_optimizer(self, stage: int, stages: int) -> VirtualOptimizer:
+        """The one of this rank, which is in pipeline stage ``stage``."""
+        if self._virtual is None:
+            assert self._options.virtual_optimizer is not None
+            self._virtual = VirtualOptimizer(
+                self._options.virtual_optimizer, self._accelerator, self.pool, stage, stages
             )
-        self._tell(f"smart-swap: plan of the file: {format_bytes(plan.swap_bytes)} in {len(plan.swaps)} tensors")
-        return SmartSwap.from_plan(plan, **given)
+        return self._virtual
 
-    def _tell(self, message: str) -> None:
-        """One rank speaks for its peers; where pipeline stages differ, each stage has one that does."""
-        assert self._peers is not None
-        if self._peers.count == int(os.environ.get("WORLD_SIZE", "1")):
-            say(message)
-        elif self._peers.leader:
-            say(message, every_rank=True)
-
+    # ---- the rest
     def _save_plans(self) -> None:
-        if not self._options.plan_save or self.smart_swap.phase is not Phase.STABLE:
+        if self._options.plan_save is None or self.shapes is None or not (plans := self.shapes.stable_plans()):
             return
-        path = rank_file(self._options.plan_save, rank(), int(os.environ.get("WORLD_SIZE", "1")))
-        stable = {
-            shape: search.plan
-            for shape, search in self._searches.items()
-            if search.phase is Phase.STABLE and search.plan is not None
-        }
         try:
-            save_plans(path, rank(), stable)
+            save_plans(_rank_file(self._options.plan_save), rank(), plans)
         except OSError as error:
             say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
 
@@ -221,36 +174,35 @@ class Runtime:
             model=self._options.model,
             capacity_bytes=memory.capacity_bytes,
             static_bytes=memory.allocated_bytes,
-            d2h_bytes_per_ms=self._d2h,
-            h2d_bytes_per_ms=self._h2d,
+            copy_overhead_ms=COPY_OVERHEAD_MS,
+            **asdict(self._link),
             has_optimizer_state=_has_state(optimizer),
         )
 
     def report(self, *, with_trace: bool) -> None:
-        if self._report is not None and self.smart_swap.steps:
-            self._report.write_summary(self.smart_swap, self.pool, self._accelerator.name)
-            if with_trace:
-                self._report.write_trace(self.smart_swap.shown)
+        search, virtual = self.smart_swap, self._virtual
+        if self._report is None or not (virtual or (search and search.steps)):
+            return
+        self._report.write_summary(search, self.pool, self._accelerator.name, virtual.summary() if virtual else None)
+        if with_trace and search:
+            self._report.write_trace(search.shown)
 
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
-        self._guard.close()
-        self.manager.close()
+        if self.smart_swap:
+            self._guard.close()
+            self.manager.close()
         self.pool.close()
         self._accelerator.close()
 
 
-def _name(shape: Shape) -> int:
-    """A number that peers can compare."""
-    return shape[0] * 1000 + shape[1]
+def _rank_file(path: str) -> Path:
+    return rank_file(path, rank(), int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def _loaded_plans(options: Options) -> dict[Shape, Plan]:
-    if not options.plan_file:
-        return {}
-    path = rank_file(options.plan_file, rank(), int(os.environ.get("WORLD_SIZE", "1")))
-    return load_plans(path, rank(), options.model)
+    return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
 
 
 def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -288,7 +240,7 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
-    _loaded_plans(options)
+    _loaded_plans(options)  # what is wrong with the file is said before anything is built
     prepare_device(options.names)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)

@@ -12,6 +12,7 @@ from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.virtual_optimizer.amount import MODES
 
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
@@ -51,6 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--swap-plan", default=None, metavar="FILE",
         help="--smart-swap: run the plan saved there and skip the search.",
+    )  # fmt: skip
+    group.add_argument(
+        "--virtual-optimizer", nargs="+", default=None, metavar="GB",
+        help="Adam's moments in host memory: all, or GB of 1024^3 bytes per rank: one for each pipeline stage or all.",
+    )  # fmt: skip
+    group.add_argument(
+        "--virtual-optimizer-mode", choices=MODES, default="auto",
+        help="mapped: the optimizer's kernels use them where they are; streamed: they pass through device buffers.",
+    )  # fmt: skip
+    group.add_argument(
+        "--virtual-optimizer-master", action="store_true",
+        help="Move fp32 main parameters too: of parameters whose moments all move. They do not count as GB.",
     )  # fmt: skip
     group.add_argument(
         "--swap-host-memory", type=_gib, default=None, metavar="GB",

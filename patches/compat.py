@@ -87,6 +87,11 @@ def _transformer_engine(args: argparse.Namespace) -> str:
     return f"--transformer-impl {name}" if getattr(args, "transformer_impl", None) == name else ""
 
 
+def _other_optimizer(args: argparse.Namespace) -> str:
+    name = getattr(args, "optimizer", None) or "adam"
+    return "" if name == "adam" else f"--optimizer {name}"
+
+
 RECOMPUTE_SELECTIVE = Feature("selective recompute", _recompute_selective)
 RECOMPUTE_FULL = Feature("full recompute", _recompute_full)
 FINE_GRAINED_OFFLOAD = Feature("fine-grained activation offload", _switch("--fine-grained-activation-offloading"))
@@ -98,15 +103,19 @@ FSDP = Feature("FSDP", _fsdp)
 LOW_PRECISION = Feature("fp8, fp4", _low_precision)
 CONTEXT_PARALLEL = Feature("context parallel", _context_parallel)
 TRANSFORMER_ENGINE = Feature("Transformer Engine", _transformer_engine)
+PRECISION_AWARE = Feature("precision-aware optimizer", _switch("--use-precision-aware-optimizer"))
+OPTIMIZER_GRAPH = Feature("CUDA graph of the optimizer", _switch("--optimizer-cuda-graph"))
+OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
 
 FEATURES = (
     RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
     COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
+    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
 )  # fmt: skip
 
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
-# A new flag of ours is a new row; of two flags of ours, the later row says in a Feature how they go together.
+# A new flag of ours is a new row. How two flags of ours go together, a Feature says that the later row has besides.
 COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),
@@ -120,6 +129,25 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        PRECISION_AWARE: NotTested(),
+        OPTIMIZER_GRAPH: NotTested(),
+        OTHER_OPTIMIZER: Works(),
+    },
+    "--virtual-optimizer": {
+        RECOMPUTE_SELECTIVE: Works(),
+        RECOMPUTE_FULL: Works(),
+        FINE_GRAINED_OFFLOAD: Works(),
+        LAYER_OFFLOAD: Works(),
+        OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),
+        CUDA_GRAPHS: NotTested(),
+        COMBINED_1F1B: Works(),
+        FSDP: Refused("it owns the optimizer's state"),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: Works(),
+        TRANSFORMER_ENGINE: NotTested(),
+        PRECISION_AWARE: Refused("its state has scales beside the moments"),
+        OPTIMIZER_GRAPH: Refused("a captured step cannot be cut into slices"),
+        OTHER_OPTIMIZER: Refused("it moves Adam's moments", "use --optimizer adam"),
     },
 }
 

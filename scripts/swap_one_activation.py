@@ -39,6 +39,7 @@ from mindspeed_swap.core.spans import PREFIX
 from mindspeed_swap.core.step import ExecutedStep
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import Key, StepTrace
+from mindspeed_swap.core.waits import Wait
 from mindspeed_swap.core.windows import Window, windows
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.chrome import chrome_trace
@@ -188,30 +189,31 @@ def check(step: ExecutedStep, swap: Swap, *, same_stream: bool) -> list[str]:
     assert record.sole is not None and record.first_read is not None
     by_position = {point.position: at for point, at in zip(reversed(trace.points), reversed(times), strict=True)}
     produced, last_forward = times[record.saved], times[max(record.sole, record.last_use)]
-    release, wanted = by_position[swap.release], times[record.first_read]
+    due, wanted = by_position[swap.release], times[record.first_read]
     out = [copy for copy in trace.copies if copy.to_host]
     back = [copy for copy in trace.copies if not copy.to_host]
     if len(out) != 1 or len(back) != 1 or {out[0].key, back[0].key} != {swap.key}:
         return [f"expected one copy each way, found {len(out)} out and {len(back)} back"]
     (d2h,), (h2d,) = out, back
+    given_up = next((w.end_ms for w in trace.waits if w.cause == Wait.RELEASE_AFTER_OFFLOAD.name), due)
     rows = [
         ("saved by forward", produced), ("D2H copy starts", d2h.start_ms), ("D2H copy ends", d2h.end_ms),
-        ("last use in forward over by", last_forward), ("device memory given up", release),
+        ("last use in forward over by", last_forward), ("device memory given up", given_up),
         ("H2D copy starts", h2d.start_ms), ("H2D copy ends", h2d.end_ms), ("first use in backward", wanted),
     ]  # fmt: skip
     for name, at in sorted(rows, key=lambda row: row[1]):
         print(f"  {at:10.3f} ms  {name}")
     hidden = 0.0 if same_stream else hidden_share(trace) or 0.0
-    print(f"  away from the device for {h2d.start_ms - release:.3f} ms of the step's {trace.step_ms:.3f} ms")
+    print(f"  away from the device for {h2d.start_ms - given_up:.3f} ms of the step's {trace.step_ms:.3f} ms")
     how = "in line with compute" if same_stream else f"{hidden:.1%} of their time hidden behind compute"
     print(f"  copies: {d2h.end_ms - d2h.start_ms:.3f} ms out, {h2d.end_ms - h2d.start_ms:.3f} ms back, {how}")
     # The copy out may run while forward still reads the tensor: both only read. What it must not do is to start before
     # the tensor was written, or to be unfinished when its memory is to be given up.
     rules = [
         (produced, d2h.start_ms, "the D2H copy starts before the tensor was written"),
-        (d2h.end_ms, release, "the D2H copy is not over when the device memory is to be given up"),
-        (last_forward, release, "the device memory is given up before the last use in forward is over"),
-        (release, h2d.start_ms, "the H2D copy starts before the device memory was given up"),
+        (d2h.end_ms, due, "the D2H copy is not over when the device memory is to be given up: compute waits for it"),
+        (last_forward, due, "the device memory is given up before the last use in forward is over"),
+        (given_up, h2d.start_ms, "the H2D copy starts before the device memory was given up"),
         (h2d.end_ms, wanted, "the H2D copy is not over when backward first uses the tensor: compute waits for it"),
     ]
     return [what for earlier, later, what in rules if earlier > later + CLOCK_MS]

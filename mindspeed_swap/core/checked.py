@@ -12,7 +12,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
     "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
 }
+
+
+_TEXT = ("phase", "name")
 
 
 def load_object(text: str, what: str, version: int) -> dict[str, Any]:
@@ -56,14 +60,14 @@ def build(cls: type, data: Any, where: str, **convert: Callable[[Any, str], Any]
 
 
 def tuple_of(cls: Any) -> Callable[[Any, str], Any]:
-    """Converter to a NamedTuple whose fields are int, but for ``phase``."""
+    """Converter to a NamedTuple whose fields are int, but for those in ``_TEXT``."""
 
     def convert(value: Any, where: str) -> Any:
         names: tuple[str, ...] = cls._fields
         if not isinstance(value, list) or len(value) != len(names):
             raise ValueError(f"damaged {where}: {value!r:.60}, expected {len(names)} values")
         for name, item in zip(names, value, strict=True):
-            if not isinstance(item, str if name == "phase" else int) or isinstance(item, bool):
+            if not isinstance(item, str if name in _TEXT else int) or isinstance(item, bool):
                 raise ValueError(f"damaged {where}: {name} is {item!r:.60}")
         return cls(*value)
 

@@ -62,35 +62,35 @@ class _Lane:
 
 def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
     """Add to ``chosen`` until memory fits in every interval. ``over[i]`` is what interval ``i`` holds above the target
-    when nothing is swapped (bytes, negative when it fits). Takes the furthest next use first (Belady: it serves the
-    longest), and those whose copy finds idle time before those that make compute wait."""
+    when nothing is swapped (bytes, negative when it fits). Of a grade takes the furthest next use first (Belady:
+    it serves the longest), and those whose copy finds idle time before those that make compute wait."""
     lane = _Lane()
     rate, times, nbytes = view.rate, view.times, view.nbytes
     start, until, easy, copy_ms, rank = view.start, view.until, view.easy, view.copy_ms, view.rank
     clock = [0.0] * view.length
     shift = 0.0
     away = away_easy = 0  # bytes of chosen windows open now; of those whose way back is still easy
-    pools: dict[tuple[int, int], list[tuple[int, int, int]]] = {}  # heaps of what may be taken, by microbatch and chunk
+    pools: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}  # heaps of what may be taken, by wave
     blocked = _NEVER  # nothing was found to be queued before this
 
     def best(i: int, limit: float | None) -> int | None:
         """The furthest next use, with a ``limit`` among those that are queued before it and come back easily."""
-        found: tuple[int, int, int] | None = None
+        found: tuple[int, int, int, int] | None = None
         for wave in list(pools):
             heap = pools[wave]
-            while heap and (chosen[heap[0][2]] or until[heap[0][2]] <= i):
+            while heap and (chosen[heap[0][3]] or until[heap[0][3]] <= i):
                 heappop(heap)
             if not heap:
                 del pools[wave]
                 continue
-            # One microbatch nests: what is used last was saved first. If the head is too late, so is the rest of it.
+            # A wave nests: what is used last was saved first. If the head is too late, so is the rest of it.
             for item in heap if len(heap) <= IRREGULAR else heap[:1]:
-                j = item[2]
+                j = item[3]
                 if (found is not None and item >= found) or chosen[j] or until[j] <= i:
                     continue
                 if limit is None or (clock[start[j]] < limit and easy[j] > i):
                     found = item
-        return None if found is None else found[2]
+        return None if found is None else found[3]
 
     def take(j: int, i: int, now: float) -> None:
         nonlocal away, away_easy

@@ -44,6 +44,7 @@ class Mover:
         self.stats = StepStats()
         self.recorder: Recorder | None = None
         self.bytes_in: dict[State, int] = dict.fromkeys(State, 0)
+        self._live_bytes = 0
         self.observers: list[Observer] = []
         self.leaving: dict[int, SavedTensor] = {}  # by serial
         self.gave_up = False  # device memory, since the manager last set this to False
@@ -59,6 +60,8 @@ class Mover:
     def born(self, saved: SavedTensor) -> None:
         self.bytes_in[saved.state] += saved.nbytes
         self.stats.saved += 1
+        self._live_bytes += saved.nbytes
+        self.stats.most_saved_bytes = max(self.stats.most_saved_bytes, self._live_bytes)
         if self.recorder:
             self.recorder.saved(saved)
         self._tell(saved, None)
@@ -67,7 +70,9 @@ class Mover:
         old = saved.state
         saved.move(state)
         self.bytes_in[old] -= saved.nbytes
-        if state is not State.DEAD:
+        if state is State.DEAD:
+            self._live_bytes -= saved.nbytes
+        else:
             self.bytes_in[state] += saved.nbytes
         if state is State.LEAVING:
             self.leaving[saved.serial] = saved

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
-from mindspeed_swap.core.trace import Key, Position
+from mindspeed_swap.core.trace import Key, ModuleKey, Position
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,25 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
+class Recompute:
+    """One module call that keeps its inputs only and runs forward again when backward first needs what it saved."""
+
+    key: ModuleKey
+    nbytes: int  # that it frees
+    forward_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """Written down before the step that executes the plan; compared with what is measured."""
 
     peak_bytes: dict[str, int]  # by phase
     step_ms: float
-    stall_ms: float
+    stall_ms: float  # waits for copies
+    recompute_ms: float = 0.0
+    host_bytes: int = 0  # most bytes on the host at once
+    # Step time of recomputing everything, told where that fits the budget and is faster than this plan.
+    faster_recompute_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,7 @@ class Plan:
     model: str  # fingerprint; see StepTrace.model
     budget_bytes: int
     swaps: tuple[Swap, ...] = ()
+    recomputes: tuple[Recompute, ...] = ()
     prediction: Prediction | None = None
     version: int = field(default=PLAN_VERSION)
 
@@ -57,20 +71,25 @@ class Plan:
         swaps = list_of(
             lambda value, where: build(Swap, value, where, key=tuple_of(Key), release=point, prefetch=point)
         )
+        recomputes = list_of(lambda value, where: build(Recompute, value, where, key=tuple_of(ModuleKey)))
         plan: Plan = build(
             cls,
             data,
             "plan",
             swaps=lambda value, where: tuple(swaps(value, where)),
+            recomputes=lambda value, where: tuple(recomputes(value, where)),
             prediction=lambda value, where: (
                 None if value is None else build(Prediction, value, where, peak_bytes=_peaks)
             ),
         )
-        seen: set[Key] = set()
-        for i, swap in enumerate(plan.swaps):
-            if swap.key in seen:
-                raise ValueError(f"damaged plan: swaps[{i}]: {tuple(swap.key)} is swapped twice")
-            seen.add(swap.key)
+        swapped, again = [swap.key for swap in plan.swaps], [recompute.key for recompute in plan.recomputes]
+        named: Any
+        for name, named in (("swaps", swapped), ("recomputes", again)):
+            seen: set[Any] = set()
+            for i, key in enumerate(named):
+                if key in seen:
+                    raise ValueError(f"damaged plan: {name}[{i}]: {tuple(key)} is there twice")
+                seen.add(key)
         return plan
 
 

@@ -2,54 +2,29 @@
 
 The rules are those of the swap manager:
 
-1. Where a planned tensor is first saved, its copy to the host is queued on the D2H lane. A lane is first in, first out;
-   a copy starts when compute has reached the point that queued it and the lane is free.
+1. Where a planned tensor is first saved, its copy to the host is queued on the D2H lane (lanes.py); it starts when
+   compute has reached that point and the lane is free.
 2. At ``release`` compute waits for that copy, then the device memory goes: resident through the interval that the point
    closes, not after.
 3. At ``prefetch`` the buffer is allocated (resident from the next interval on) and the copy back is queued on the H2D
    lane. Several at one point are queued in the order of ``plan.swaps``.
 4. At ``first_read`` compute waits for the copy back. One that was not queued by then is loaded on demand.
+5. What a recomputed module frees is not resident after its end, and again from the interval after the point at which
+   it runs again (recompute.py); its inputs are read there.
 
-Within one point: releases, then prefetches, then the save or read itself. The times of the trace are those of a step
-without waits; a wait moves everything after it. Figures are bytes and milliseconds.
+Within one point: releases, then prefetches, then reads, then a recompute, then the save. The times of the trace are
+those of a step without waits; a wait or a recompute moves everything after it. Figures are bytes and milliseconds.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
+from mindspeed_swap.core.lanes import Copy, Placed, Stall, load_index, run_lanes
 from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.recompute import Chosen, Module, first_reads, modules_of
 from mindspeed_swap.core.trace import Key, Position, SavedRecord, StepTrace
-
-# Waits below this are rounding of floating-point sums, not waits.
-NEGLIGIBLE_MS = 1e-6
-
-
-class Copy(NamedTuple):
-    """One copy on a lane."""
-
-    key: Key
-    start_ms: float
-    end_ms: float
-
-
-class Stall(NamedTuple):
-    """Compute waited ``wait_ms`` at point number ``point`` for the copy of ``key``; ``cause``: "release" or "read"."""
-
-    key: Key
-    point: int
-    wait_ms: float
-    cause: str
-
-
-class Placed(NamedTuple):
-    """A swap in indices: ``record`` into ``trace.saved``, ``release`` and ``prefetch`` into ``trace.points``."""
-
-    record: int
-    release: int
-    prefetch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +39,24 @@ class Outcome:
     late_loads: list[Key]  # reads that had to wait
     step_ms: float
     stall_ms: float
+    recompute_ms: float
+    host_bytes: int  # most at once
 
     @property
     def peak(self) -> int:
         return max(self.peak_bytes.values(), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The lanes and the waits, without the memory."""
-
-    d2h: list[Copy]
-    h2d: list[Copy]
-    stalls: list[Stall]
-    stall_ms: float
-
-
 def simulate(trace: StepTrace, plan: Plan) -> Outcome:
     """Raises ValueError when the plan is not one for this trace: other model, unknown tensor, size or position."""
+    modules = recomputed(trace, plan)
     placed = place(trace, plan)
-    curve = memory_curve(trace, placed)
-    timeline = run_lanes(trace, placed)
+    freed = {number for module in modules for number in module.frees}
+    for number, _, _ in placed:
+        if number in freed:
+            raise ValueError(f"plan swaps and recomputes {tuple(trace.saved[number].key)}")
+    curve = memory_curve(trace, placed, modules)
+    timeline = run_lanes(trace, placed, modules)
     return Outcome(
         peak_bytes=phase_peaks(trace, curve),
         curve=curve,
@@ -92,8 +64,10 @@ def simulate(trace: StepTrace, plan: Plan) -> Outcome:
         h2d=timeline.h2d,
         stalls=timeline.stalls,
         late_loads=[stall.key for stall in timeline.stalls if stall.cause == "read"],
-        step_ms=plain_step_ms(trace) + timeline.stall_ms,
+        step_ms=plain_step_ms(trace) + timeline.extra_ms,
         stall_ms=timeline.stall_ms,
+        recompute_ms=timeline.recompute_ms,
+        host_bytes=host_peak(trace, placed, modules),
     )
 
 
@@ -138,10 +112,32 @@ def place(trace: StepTrace, plan: Plan) -> list[Placed]:
     return placed
 
 
-def memory_curve(trace: StepTrace, placed: Iterable[Placed]) -> list[int]:
+def recomputed(trace: StepTrace, plan: Plan) -> list[Module]:
+    """The modules that the plan recomputes. Raises ValueError naming the first that is not of this trace."""
+    if not plan.recomputes:
+        return []
+    modules = modules_of(trace)
+    index = {module.record.key: m for m, module in enumerate(modules)}
+    chosen = Chosen(modules)
+    for recompute in plan.recomputes:
+        name = tuple(recompute.key)
+        m = index.get(recompute.key)
+        if m is None:
+            raise ValueError(f"plan recomputes {name}, which the trace never saw, or which frees nothing")
+        if recompute.nbytes != modules[m].freed_bytes:
+            raise ValueError(f"plan frees {recompute.nbytes} bytes of {name}, the trace {modules[m].freed_bytes}")
+        if chosen.flags[m] or chosen.conflicts(m):
+            raise ValueError(f"plan recomputes {name} twice, or something that overlaps with it")
+        chosen.add(m)
+    return chosen.members()
+
+
+def memory_curve(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[Module] = ()) -> list[int]:
     """Peak bytes of every interval: base plus the saved tensors that the plan keeps resident through it."""
     length = len(trace.points)
     delta = [0] * (length + 1)
+    modules = list(modules)
+    needed = first_reads(trace, modules)
     for record in trace.saved:
         last = _last_interval(record, length)
         if last > record.saved:
@@ -149,32 +145,53 @@ def memory_curve(trace: StepTrace, placed: Iterable[Placed]) -> list[int]:
             delta[last + 1] -= record.nbytes
     for number, release, prefetch in placed:
         record = trace.saved[number]
-        first, last = away(record, release, prefetch, length)
+        first, last = away(record, needed.get(number, record.first_read), release, prefetch, length)
         if first <= last:
             delta[first] -= record.nbytes
             delta[last + 1] += record.nbytes
+    for i, change in recompute_changes(trace, modules):
+        delta[i] += change
     resident = accumulate(delta)
     return [max(0, p.peak_bytes - p.resident_bytes) + held for p, held in zip(trace.points, resident, strict=False)]
 
 
-def away(record: SavedRecord, release: int, prefetch: int, length: int) -> tuple[int, int]:
+def recompute_changes(trace: StepTrace, modules: Iterable[Module]) -> Iterator[tuple[int, int]]:
+    """(interval, change of bytes from it on)."""
+    for module in modules:
+        for number, first, last in module.away:
+            nbytes = trace.saved[number].nbytes
+            yield first, -nbytes
+            yield last + 1, nbytes
+        yield module.record.end + 1, module.record.input_bytes
+        yield module.run + 1, module.working_bytes - module.record.input_bytes
+        if module.working_bytes:
+            yield module.run + 2, -module.working_bytes
+
+
+def away(record: SavedRecord, read: int | None, release: int, prefetch: int, length: int) -> tuple[int, int]:
     """First and last interval in which a swapped tensor is off the device; empty when first > last. Who else holds the
     storage decides: before ``sole`` a release frees nothing."""
     last = _last_interval(record, length)
     if record.sole is None:
         return last + 1, last
-    return max(release, record.sole, record.saved) + 1, min(_load_index(record, release, prefetch), last)
+    return max(release, record.sole, record.saved) + 1, min(load_index(record, read, release, prefetch), last)
 
 
 def _last_interval(record: SavedRecord, length: int) -> int:
     return length - 1 if record.died is None else record.died - 1
 
 
-def _load_index(record: SavedRecord, release: int, prefetch: int) -> int:
-    """Where the copy back is queued: on demand at the read, if the prefetch comes too late or before the release."""
-    if record.first_read is None:
-        return prefetch
-    return record.first_read if prefetch <= release else min(prefetch, record.first_read)
+def host_peak(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[Module] = ()) -> int:
+    """Most bytes on the host at once: a copy has its place there from the save until it is read back."""
+    needed = first_reads(trace, modules)
+    delta = [0] * (len(trace.points) + 1)
+    for number, _, _ in placed:
+        record = trace.saved[number]
+        read = needed.get(number, record.first_read)
+        delta[record.saved] += record.nbytes
+        if read is not None:
+            delta[read + 1] -= record.nbytes
+    return max(accumulate(delta))
 
 
 def phase_peaks(trace: StepTrace, curve: Sequence[int]) -> dict[str, int]:
@@ -185,49 +202,3 @@ def phase_peaks(trace: StepTrace, curve: Sequence[int]) -> dict[str, int]:
         if value > peaks.get(phase, -1):
             peaks[phase] = value
     return peaks
-
-
-def run_lanes(trace: StepTrace, placed: Sequence[Placed]) -> Timeline:
-    """Both lanes and every wait, in the order of the step."""
-    releases: dict[int, list[int]] = {}
-    prefetches: dict[int, list[int]] = {}
-    saves: dict[int, list[int]] = {}
-    reads: dict[int, list[int]] = {}
-    for slot, (number, release, prefetch) in enumerate(placed):
-        record = trace.saved[number]
-        saves.setdefault(record.saved, []).append(slot)
-        releases.setdefault(release, []).append(slot)
-        prefetches.setdefault(_load_index(record, release, prefetch), []).append(slot)
-        if record.first_read is not None:
-            reads.setdefault(record.first_read, []).append(slot)
-    keys = [trace.saved[number].key for number, _, _ in placed]
-    sizes = [trace.saved[number].nbytes for number, _, _ in placed]
-    out_end = [0.0] * len(placed)
-    in_end = [0.0] * len(placed)
-    out_free = in_free = shift = 0.0
-    d2h: list[Copy] = []
-    h2d: list[Copy] = []
-    stalls: list[Stall] = []
-    for i in sorted({*saves, *releases, *prefetches, *reads}):
-        now = trace.points[i].time_ms + shift
-        for slot in releases.get(i, ()):
-            wait = out_end[slot] - now
-            if wait > NEGLIGIBLE_MS:
-                stalls.append(Stall(keys[slot], i, wait, "release"))
-                shift += wait
-                now += wait
-        for slot in prefetches.get(i, ()):
-            start = max(now, in_free)
-            in_free = in_end[slot] = start + sizes[slot] / trace.h2d_bytes_per_ms
-            h2d.append(Copy(keys[slot], start, in_free))
-        for slot in reads.get(i, ()):
-            wait = in_end[slot] - now
-            if wait > NEGLIGIBLE_MS:
-                stalls.append(Stall(keys[slot], i, wait, "read"))
-                shift += wait
-                now += wait
-        for slot in saves.get(i, ()):
-            start = max(now, out_free)
-            out_free = out_end[slot] = start + sizes[slot] / trace.d2h_bytes_per_ms
-            d2h.append(Copy(keys[slot], start, out_free))
-    return Timeline(d2h, h2d, stalls, shift)

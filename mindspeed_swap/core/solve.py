@@ -1,126 +1,193 @@
 """Solve: the plan with the least predicted step time whose simulated peak stays under the budget. Pure; no torch.
 
-Verbs: keep and swap. The way, for one target of memory (``_Solver.attempt``):
-
-1. *Choose* (choose.py): sweep the step once; where memory is short, take the tensor with the furthest next use whose
-   copy still finds an idle lane (so that nobody waits), else any that helps. Sweep once more backwards in time, for the
-   copies back: mirrored, they obey the same rules.
-2. *Time* (timing.py): release when the copy is expected to be complete, prefetch as late as hides the copy; only where
-   memory is short, earlier releases and later prefetches, at the price of a wait.
-3. *Prune* what turned out to be needless.
-
-The answer for a budget is found by walking a fixed binary tree of targets (``_Solver.descend``): which targets are
-tried depends on the trace alone, so a lower budget never gets a plan with a higher peak.
-
-A third verb (recompute) would be a second kind of window: away from its save at once, back at its read at the price of
-compute instead of a lane. ``choose`` then weighs the two prices where it now takes "any that helps".
+The plan for one target of memory is found in attempt.py. The answer for a budget is found by walking a fixed binary
+tree of targets (``_Solver.descend``): which targets are tried depends on the trace alone, so a lower budget never gets
+a plan with a higher peak.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import accumulate, chain, combinations, islice
+from itertools import accumulate
 
-from mindspeed_swap.core.choose import choose
-from mindspeed_swap.core.plan import Plan, Prediction, Swap
-from mindspeed_swap.core.simulate import NEGLIGIBLE_MS, Placed, memory_curve, phase_peaks, plain_step_ms, run_lanes
-from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
-from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
-from mindspeed_swap.core.windows import RangeMin, View, Window, is_candidate, windows
+from mindspeed_swap.core.attempt import Attempt, Corner, corners, is_large
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
+from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
+from mindspeed_swap.core.recompute import Module, full_recompute, modules_of
+from mindspeed_swap.core.scene import Stage
+from mindspeed_swap.core.simulate import host_peak, memory_curve, phase_peaks, plain_step_ms
+from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, StepTrace
+from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
 
-# A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
-# that much when both lanes are busy (55 against 47 GB/s).
-PREFETCH_HEADROOM = 0.2
-# Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
-# Small traces, which are the irregular ones, get a local search out of it.
-SEARCH_WORK = 100_000
-# Tensors looked at for dropping, per target: each costs a pass over its window.
-PRUNE_LIMIT = 200
-# Targets tried per answer. Each halves the step of the tree: 2^-10 of what swap can move is 15 MB of 15 GB, 0.3 ms.
-TREE_DEPTH = 10
+KEEP, SWAP, RECOMPUTE = "keep", "swap", "recompute"
+KEEP_SWAP = (KEEP, SWAP)
+ALL_VERBS = (KEEP, SWAP, RECOMPUTE)
+
+# Targets tried per answer. Each halves the step of the tree: 2^-12 of what can be moved is 4 MB of 15 GB.
+TREE_DEPTH = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least memory that a rank needs, as design.md defines it, and what the simulation of this very step says."""
+    """The least memory that a rank needs. design.md's definition is about activations; a rank also needs what its
+    optimizer takes while it steps (temporaries of foreach kernels), and ``bytes`` is the larger of the two."""
 
-    bytes: int  # the sum of the next four
+    bytes: int
     phase: str  # where ``reachable_bytes`` is reached
     static_bytes: int
     unmovable_bytes: int  # held at the end of a microbatch's forward, and not movable
     layers_bytes: int  # movable bytes of the two largest layers
     transient_bytes: int  # largest request in any interval
-    reachable_bytes: int  # simulated peak when everything movable is away as long as it may be
+    optimizer_bytes: int  # peak of the optimizer's phase with everything movable away
+    reachable_bytes: int  # simulated peak when everything that may leave is away as long as it may be
 
 
 class Infeasible(ValueError):
     """No plan fits the budget."""
 
-    def __init__(self, floor: Floor, phase: str, message: str) -> None:
+    def __init__(self, floor: Floor, message: str) -> None:
         super().__init__(message)
         self.floor = floor
-        self.phase = phase
+        self.phase = floor.phase
         self.message = message
 
 
-def floor(trace: StepTrace) -> Floor:
+def floor(trace: StepTrace, verbs: Collection[str] = KEEP_SWAP, host_budget_bytes: int | None = None) -> Floor:
     """Raises ValueError for a trace without points."""
-    return _Solver(trace).floor()
+    return _Solver(trace, verbs, host_budget_bytes).floor()
 
 
-def solve(trace: StepTrace, budget_bytes: int) -> Plan:
+def solve(
+    trace: StepTrace, budget_bytes: int, verbs: Collection[str] = KEEP_SWAP, host_budget_bytes: int | None = None
+) -> Plan:
     """The plan for ``budget_bytes`` (peak of allocated bytes, all phases); empty when everything fits.
 
-    Raises Infeasible when no plan fits, ValueError for a trace without points or without measured bandwidths.
+    ``verbs``: what whoever executes the plan can do; KEEP_SWAP or ALL_VERBS. ``host_budget_bytes``: most bytes on the
+    host at once. Raises Infeasible when no plan fits, ValueError for a trace without points or, where something has
+    to be swapped, without measured bandwidths.
     """
-    return _Solver(trace).solve(budget_bytes)
+    return _Solver(trace, verbs, host_budget_bytes).solve(budget_bytes)
 
 
 class _Solver:
-    def __init__(self, trace: StepTrace) -> None:
+    def __init__(self, trace: StepTrace, verbs: Collection[str] = KEEP_SWAP, host_budget: int | None = None) -> None:
         if not trace.points:
             raise ValueError("the trace has no points: nothing was recorded")
         self.trace = trace
-        self.keep = memory_curve(trace, ())
-        self.jobs: list[Window] = windows(trace)
-        order = sorted(self.jobs, key=lambda job: (job.prefetch, job.read, job.record))
-        self.farthest = [Placed(job.record, job.release, job.prefetch) for job in order]
-        self.least = self.curve(self.farthest)
+        self.recomputes = RECOMPUTE in verbs
+        self.host_budget = host_budget
+        self.stage = Stage(trace, swap=SWAP in verbs, recompute=self.recomputes, host_budget=host_budget)
+        self.keep = self.stage.plain.keep
+        self.corners: list[Corner] = corners(self.stage)
+        self.least = min(self.corners, key=lambda corner: corner.peak)
+        self._attempts: dict[int, Attempt] = {}
 
     def solve(self, budget: int) -> Plan:
-        trace = self.trace
+        trace, stage = self.trace, self.stage
         if max(self.keep) <= budget:
-            return self._plan(budget, [])
-        if min(trace.d2h_bytes_per_ms, trace.h2d_bytes_per_ms) <= 0:
+            return self._plan(budget, stage.nothing, [])
+        if stage.plain.jobs and min(trace.d2h_bytes_per_ms, trace.h2d_bytes_per_ms) <= 0:
             raise ValueError("the trace has no measured bandwidth; record a step first")
-        if max(self.least) > budget:
-            bound = self.floor()
-            raise Infeasible(
-                bound,
-                bound.phase,
-                f"infeasible: the floor is {format_bytes(bound.reachable_bytes)}, reached in phase {bound.phase} "
-                f"(budget {format_bytes(budget)}; {len(self.jobs)} tensors may be swapped)",
+        if self.least.peak > budget:
+            raise self._infeasible(budget)
+        found = self.descend(budget)
+        return self._plan(budget, found.flags, found.placed)
+
+    def attempt(self, target: int) -> Attempt:
+        if target not in self._attempts:
+            self._attempts[target] = Attempt(self.stage, self.corners, target)
+        return self._attempts[target]
+
+    def descend(self, budget: int) -> Attempt:
+        """Walk the tree of targets between what is reachable and what keeping everything takes. A node's plan is taken
+        when its peak fits the budget, and only plans with a higher peak are looked for after it: so of two budgets the
+        lower one leaves the common path downwards, to peaks below those that the higher one goes on to.
+
+        The first node is the peak of recomputing everything: every plan from there on was compared with that.
+
+        A target within the budget fits by construction, so it is planned only when it comes to the answer: the taken
+        node with the highest peak, which a later target decides unless its peak is below an earlier target. Nor does a
+        target far above the budget need a plan: pruning leaves less room than the largest thing that is moved."""
+        low, high = self.least.peak, max(self.keep)
+        sizes = [job.nbytes for job in self.stage.plain.jobs] + [m.freed_bytes for m in self.stage.modules]
+        spare = max(sizes, default=0)
+        finest = max(1, spare // 2) if is_large(self.stage) else 1
+        full = next((corner.peak for corner in self.corners if not corner.placed and low < corner.peak < high), None)
+        taken = [low]
+        for depth in range(TREE_DEPTH):
+            if high - low <= finest:
+                break
+            first = depth == 0 and full is not None
+            target = full if first and full is not None else (low + high) // 2
+            if target <= budget or (target - spare <= budget and self.attempt(target).peak <= budget):
+                low = target
+                taken = [target] if first else [*taken, target]
+            else:
+                high = target
+        best = self.attempt(taken.pop())
+        for target in reversed(taken):
+            if best.peak >= target:
+                break
+            best = max(best, self.attempt(target), key=lambda attempt: attempt.peak)
+        return best
+
+    def _plan(self, budget: int, flags: tuple[bool, ...], placed: list[Placed]) -> Plan:
+        trace, modules = self.trace, self.stage.members(flags)
+        timeline = run_lanes(trace, placed, modules)
+        prediction = Prediction(
+            phase_peaks(trace, memory_curve(trace, placed, modules)),
+            plain_step_ms(trace) + timeline.extra_ms,
+            timeline.stall_ms,
+            timeline.recompute_ms,
+            host_peak(trace, placed, modules),
+            self._faster_recompute(budget, timeline.extra_ms),
+        )
+        swaps = tuple(
+            Swap(
+                trace.saved[number].key,
+                trace.saved[number].nbytes,
+                trace.points[release].position,
+                trace.points[prefetch].position,
             )
-        self.views = View(trace, self.jobs, backwards=False), View(trace, self.jobs, backwards=True)
-        return self._plan(budget, self.descend(budget))
+            for number, release, prefetch in placed
+        )
+        recomputes = tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in modules)
+        return Plan(trace.model, budget, swaps, recomputes, prediction)
 
-    # -- memory ---------------------------------------------------------------------------------------------------
+    # -- what cannot be had -------------------------------------------------------------------------------------------
 
-    def curve(self, placed: Iterable[Placed]) -> list[int]:
-        """``memory_curve``, quicker, for legal swaps."""
-        delta = [0] * (len(self.keep) + 1)
-        saved = self.trace.saved
-        for number, release, prefetch in placed:
-            nbytes = saved[number].nbytes
-            delta[release + 1] -= nbytes
-            delta[prefetch + 1] += nbytes
-        return [held + change for held, change in zip(self.keep, accumulate(delta), strict=False)]
+    def _full_recompute(self) -> tuple[list[Module], int]:
+        """Everything recomputed, and its peak, whatever the verbs."""
+        modules = full_recompute(modules_of(self.trace))
+        return modules, max(memory_curve(self.trace, (), modules))
+
+    def _faster_recompute(self, budget: int, extra_ms: float) -> float | None:
+        if self.recomputes or extra_ms <= NEGLIGIBLE_MS:
+            return None
+        modules, peak = self._full_recompute()
+        spent = sum(module.record.forward_ms for module in modules)
+        return plain_step_ms(self.trace) + spent if modules and peak <= budget and spent < extra_ms else None
+
+    def _infeasible(self, budget: int) -> Infeasible:
+        bound = self.floor()
+        reason = f"{len(self.stage.plain.jobs)} tensors may be swapped"
+        if self.recomputes:
+            reason += f", {len(self.stage.modules)} module calls recomputed"
+        elif self._full_recompute()[1] <= budget:
+            reason += "; recomputing every layer would fit"
+        if self.host_budget is not None and _Solver(self.trace, KEEP_SWAP).least.peak < bound.reachable_bytes:
+            reason += f"; the host budget of {format_bytes(self.host_budget)} limits them"
+        message = (
+            f"infeasible: the floor is {format_bytes(bound.reachable_bytes)}, reached in phase {bound.phase} "
+            f"(budget {format_bytes(budget)}; {reason})"
+        )
+        return Infeasible(bound, message)
 
     def floor(self) -> Floor:
         trace = self.trace
-        reachable = max(self.least)
-        phase = trace.points[self.least.index(reachable)].position.phase
+        curve, reachable = self.least.curve, self.least.peak
+        phase = trace.points[curve.index(reachable)].position.phase
         candidates = [is_candidate(record) for record in trace.saved]
         layers: dict[tuple[int, ...], int] = {}
         stuck = [0] * (len(trace.points) + 1)  # saved bytes that stay, by interval
@@ -142,184 +209,8 @@ class _Solver:
         unmovable = max(0, max(held, default=max(stuck)))
         two = sum(sorted(largest.values(), reverse=True)[:2])
         transient = max(point.request_bytes for point in trace.points)
-        total = trace.static_bytes + unmovable + two + transient
-        return Floor(total, phase, trace.static_bytes, unmovable, two, transient, reachable)
-
-    # -- search ---------------------------------------------------------------------------------------------------
-
-    def descend(self, budget: int) -> list[Placed]:
-        """Walk the tree of targets between what is reachable and what keeping everything takes. A node's plan is taken
-        when its peak fits the budget, and only plans with a higher peak are looked for after it: so of two budgets the
-        lower one leaves the common path downwards, to peaks below those that the higher one goes on to.
-
-        A target within the budget fits by construction, so it is planned only when it comes to the answer: the taken
-        node with the highest peak, which a later target decides unless its peak is below an earlier target."""
-        low, high = max(self.least), max(self.keep)
-        taken = [low]
-        plans: dict[int, tuple[int, list[Placed]]] = {}
-        for _ in range(TREE_DEPTH):
-            if high - low <= 1:
-                break
-            target = (low + high) // 2
-            if target > budget:
-                plans[target] = self._measured(target)
-            if target <= budget or plans[target][0] <= budget:
-                low = target
-                taken.append(target)
-            else:
-                high = target
-        best_peak, best = -1, []
-        for target in reversed(taken):
-            if best_peak >= target:
-                break
-            peak, placed = plans.get(target) or self._measured(target)
-            if peak > best_peak:
-                best_peak, best = peak, placed
-        return best
-
-    def _measured(self, target: int) -> tuple[int, list[Placed]]:
-        placed = self.attempt(target)
-        return max(self.curve(placed)), placed
-
-    def attempt(self, target: int) -> list[Placed]:
-        """A plan whose peak is at most ``target``, which must be reachable: the first without a wait, else the best
-        that a bounded amount of work finds."""
-        search = _Search(self, target)
-        tries = max(1, SEARCH_WORK // (len(self.keep) + 2 * len(self.jobs)))
-        search.compares = tries > 1
-        for chosen in islice(self._choices(target, first_margin=0 if tries > 1 else 1), tries):
-            search.look(chosen)
-            tries -= 1
-            if search.stall <= NEGLIGIBLE_MS:
-                break
-        else:
-            search.climb(tries)
-        search.prune()
-        return search.placed
-
-    def _choices(self, target: int, first_margin: int) -> Iterator[list[bool]]:
-        """Ways to choose, most promising first. A copy under way frees nothing until it is over, which ``choose``
-        does not see: so aim below the target by some tensors."""
-        low, largest = max(self.least), max(job.nbytes for job in self.jobs)
-        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
-            aim = max(low, target - margin * largest)
-            over = [value - aim for value in self.keep] + [-1]
-            chosen = [False] * len(self.jobs)
-            sweeps = [(self.views[0], over), (self.views[1], over[::-1])]
-            for view, excess in sweeps if ahead_first else reversed(sweeps):
-                choose(view, excess, chosen)
-            yield chosen
-        yield [True] * len(self.jobs)
-
-    def lay_out(self, over: list[int], chosen: list[bool]) -> list[Placed]:
-        """Points for the chosen, in the order in which their copies back are queued."""
-        ahead, astern = self.views
-        last = len(self.keep) - 1
-        releases = lay_out(ahead, over, chosen, ahead.until, 0.0)
-        chosen = [release != NOT_NEEDED for release in releases]
-        until = [last - release for release in releases]
-        prefetches = lay_out(astern, over[::-1], chosen, until, PREFETCH_HEADROOM)
-        placed = [
-            (last - mirrored, job.read, job.record, release)
-            for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True)
-            if release != NOT_NEEDED and mirrored != NOT_NEEDED
-        ]
-        placed.sort()
-        return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
-
-    def _plan(self, budget: int, placed: list[Placed]) -> Plan:
-        trace = self.trace
-        curve = memory_curve(trace, placed)
-        stall = run_lanes(trace, placed).stall_ms
-        swaps = tuple(
-            Swap(
-                trace.saved[number].key,
-                trace.saved[number].nbytes,
-                trace.points[release].position,
-                trace.points[prefetch].position,
-            )
-            for number, release, prefetch in placed
+        activations = trace.static_bytes + unmovable + two + transient
+        optimizer = phase_peaks(trace, curve).get(OPTIMIZER, 0)
+        return Floor(
+            max(activations, optimizer), phase, trace.static_bytes, unmovable, two, transient, optimizer, reachable
         )
-        prediction = Prediction(phase_peaks(trace, curve), plain_step_ms(trace) + stall, stall)
-        return Plan(trace.model, budget, swaps, prediction)
-
-
-class _Search:
-    """The best plan so far for one target: least wait, then fewest bytes moved, then fewest copies."""
-
-    def __init__(self, solver: _Solver, target: int) -> None:
-        self.solver = solver
-        self.target = target
-        self.over = [value - target for value in solver.keep] + [-1]
-        # Always there: everything away as long as it may be. It fits, because the target is reachable.
-        self.placed = solver.farthest
-        self.curve = solver.least
-        self.chosen = [True] * len(solver.jobs)
-        self.compares = True  # False: the one choice is taken unjudged, which saves half the work
-        self.rank = (float("inf"), 0, 0)  # not worth the work of knowing: the first choice that fits beats it
-
-    @property
-    def stall(self) -> float:
-        return self.rank[0]
-
-    def _rank(self, placed: list[Placed]) -> tuple[float, int, int]:
-        trace = self.solver.trace
-        moved = sum(trace.saved[item.record].nbytes for item in placed)
-        return run_lanes(trace, placed).stall_ms, moved, len(placed)
-
-    def look(self, chosen: list[bool]) -> bool:
-        """Take this choice if it fits and is better."""
-        placed = self.solver.lay_out(self.over, chosen)
-        curve = self.solver.curve(placed)
-        return max(curve) <= self.target and self._take(placed, chosen, curve)
-
-    def _take(self, placed: list[Placed], chosen: list[bool], curve: list[int]) -> bool:
-        rank = self.rank
-        if self.compares:
-            rank = self._rank(placed)
-            slower = rank[0] - self.rank[0]
-            if slower > NEGLIGIBLE_MS or (slower > -NEGLIGIBLE_MS and rank >= self.rank):
-                return False
-        self.placed, self.chosen, self.curve, self.rank = placed, chosen, curve, rank
-        return True
-
-    def climb(self, tries: int) -> None:
-        """Local search: add, drop or exchange single tensors while that helps and ``tries`` last."""
-        count = len(self.chosen)
-        improved = True
-        while improved and tries > 0:
-            improved = False
-            singles = ((j, j) for j in range(count))
-            for a, b in chain(singles, combinations(range(count), 2)):
-                if a != b and self.chosen[a] == self.chosen[b]:
-                    continue
-                if tries <= 0 or self.stall <= NEGLIGIBLE_MS:
-                    return
-                tries -= 1
-                chosen = self.chosen.copy()
-                chosen[a] = not chosen[a]
-                if a != b:
-                    chosen[b] = not chosen[b]
-                improved |= self.look(chosen)
-
-    def prune(self) -> None:
-        """Drop what memory can do without, least bytes times time first."""
-        solver, trace = self.solver, self.solver.trace
-        room = [self.target - value for value in self.curve]
-        least_room = RangeMin(room)
-        times = solver.views[0].times
-        candidates = [
-            (trace.saved[number].nbytes * (times[prefetch] - times[release]), number, release, prefetch)
-            for number, release, prefetch in self.placed
-            if least_room(release + 1, prefetch) >= trace.saved[number].nbytes
-        ]
-        dropped: set[int] = set()
-        for _, number, release, prefetch in sorted(candidates)[:PRUNE_LIMIT]:
-            nbytes = trace.saved[number].nbytes
-            span = slice(release + 1, prefetch + 1)
-            if min(room[span]) >= nbytes:
-                room[span] = [value - nbytes for value in room[span]]
-                dropped.add(number)
-        if dropped:
-            curve = [self.target - value for value in room]
-            self._take([item for item in self.placed if item.record not in dropped], self.chosen, curve)

@@ -12,6 +12,7 @@ class StepStats:
     """What happened to saved tensors since ``begin_step``."""
 
     saved: int = 0
+    most_saved_bytes: int = 0  # alive at once, wherever their bytes were
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
     late_loads: int = 0  # prefetched, but compute had to wait; those of a step's end may count in the next

@@ -44,6 +44,10 @@ from mindspeed_swap.core.trace import (
 )
 from mindspeed_swap.core.waits import Wait
 
+# Pushed-out tensors are fetched so many reads before backward wants them: about one layer's reads. More would take the
+# room that the layers in between need.
+LOOK_AHEAD_READS = 16
+
 
 class SwapManager:
     """One per process and device. Called from the thread that runs the step and from autograd's threads."""
@@ -77,6 +81,9 @@ class SwapManager:
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
         self._read_order: Mapping[Key, int] = {}
+        self._reads: list[Key] = []  # in that order
+        self._read_index: dict[Key, int] = {}
+        self._strays: dict[Key, SavedTensor] = {}  # on the host, and no plan fetches them
         self._thread = threading.local()
 
     @property
@@ -109,7 +116,11 @@ class SwapManager:
             for swap in self._swaps.values():
                 self._releases.setdefault(swap.release, []).append(swap.key)
                 self._prefetches.setdefault(swap.prefetch, []).append(swap.key)
-            self._read_order = read_order or {}
+            self._strays.clear()
+            if self._read_order is not read_order:
+                self._read_order = read_order or {}
+                self._reads = sorted(self._read_order, key=self._read_order.__getitem__)
+                self._read_index = {key: index for index, key in enumerate(self._reads)}
         self._mover.recorder = Recorder(self.accelerator, trace) if trace is not None else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
@@ -223,6 +234,8 @@ class SwapManager:
             self._mover.load(packed.saved)
         if first:
             self._act(position)
+            if self._strays:
+                self._look_ahead(packed.key)
         return view
 
     def _read(self, packed: Handle, first: bool, prefetched: bool) -> torch.Tensor | None:
@@ -284,14 +297,32 @@ class SwapManager:
     def _prefetch(self, saved: SavedTensor) -> None:
         if self.accelerator.compute_stream() != saved.stream:  # memory of this stream would be read on that one
             self.stats.skipped_prefetches += 1
+            self._strays[saved.key] = saved
             return
         self._thread.may_not_evict = True  # a prefetch that would push others out is worse than a late load
         try:
             self._mover.load(saved)
         except torch.OutOfMemoryError:
             self.stats.skipped_prefetches += 1
+            self._strays[saved.key] = saved
         finally:
             self._thread.may_not_evict = False
+
+    def _look_ahead(self, key: Key) -> None:
+        """Fetch what was pushed out and is wanted soon, as far as there is room. Needs the order of a recorded step."""
+        now = self._read_index.get(key)
+        if now is None:
+            return
+        for soon in self._reads[now + 1 : now + 1 + LOOK_AHEAD_READS]:
+            saved = self._strays.get(soon)
+            if saved is None:
+                continue
+            memory = self.accelerator.memory()
+            if memory.capacity_bytes - memory.allocated_bytes < saved.nbytes:
+                return
+            self._strays.pop(soon, None)  # another thread may evict, and read, meanwhile
+            if saved.state is State.HOST:
+                self._prefetch(saved)
 
     def _release_overdue(self, scope: Scope) -> None:
         """Releases of this microbatch's forward whose position never came: the order was not the plan's."""
@@ -351,6 +382,7 @@ class SwapManager:
                 given_up = self._mover.evict(saved)
                 if given_up:
                     freed += given_up
+                    self._strays[saved.key] = saved
                     self.stats.evictions += 1
                     self.stats.evicted_bytes += given_up
                 if freed >= nbytes:

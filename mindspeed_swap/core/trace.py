@@ -24,7 +24,7 @@ FORWARD, BACKWARD, OPTIMIZER = "F", "B", "O"
 ENTER, EXIT = -1, -2  # ordinals of the borders of a layer; with layer 0: of the microbatch or of the optimizer
 OUTSIDE = 0  # layer number of everything that runs outside the transformer layers (Megatron counts layers from 1)
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 class Key(NamedTuple):
@@ -50,6 +50,15 @@ class Position(NamedTuple):
     chunk: int
     layer: int
     ordinal: int
+
+
+class ModuleKey(NamedTuple):
+    """Names one forward call of a module within a step."""
+
+    microbatch: int
+    chunk: int
+    layer: int
+    name: str  # within the layer; "layer" is the layer itself
 
 
 @dataclass(slots=True)
@@ -81,6 +90,20 @@ class SavedRecord:
 
 
 @dataclass(slots=True)
+class ModuleRecord:
+    """One forward call of a module that backward can run again instead of keeping what it saved. It then runs at the
+    first read of anything in ``frees``. ``begin`` and ``end`` are indices into ``StepTrace.points``."""
+
+    key: ModuleKey
+    forward_ms: float
+    begin: int
+    end: int  # its forward is over
+    frees: list[Key]  # saved storages that nobody keeps when this module is recomputed
+    keeps: list[Key]  # saved storages among its inputs: on the device when it runs again
+    input_bytes: int = 0  # of inputs that nobody saves: kept from ``end`` until it runs again
+
+
+@dataclass(slots=True)
 class CopyRecord:
     """One copy between device and host, as it ran. Times count from the start of the step, waits included."""
 
@@ -104,19 +127,23 @@ class WaitRecord:
 
 @dataclass(slots=True)
 class StepTrace:
-    """One recorded step of one rank."""
+    """One recorded step of one rank (so of one pipeline stage)."""
 
     model: str  # fingerprint of model, layout and batch; a plan made from this trace fits only the same
     capacity_bytes: int  # what this process may allocate
     static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
-    d2h_bytes_per_ms: float
+    d2h_bytes_per_ms: float  # with nothing else on the link
     h2d_bytes_per_ms: float
     step_ms: float = 0.0  # as measured, waits of compute for copies included
     held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
     has_optimizer_state: bool = False
     points: list[Point] = field(default_factory=list)
     saved: list[SavedRecord] = field(default_factory=list)
+    modules: list[ModuleRecord] = field(default_factory=list)
     evicted_bytes: int = 0  # moved under memory pressure while recording
+    d2h_both_bytes_per_ms: float = 0.0  # while the other direction is busy too; 0: not measured, as alone
+    h2d_both_bytes_per_ms: float = 0.0
+    copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
     stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
@@ -146,20 +173,39 @@ class StepTrace:
     def from_json(cls, text: str) -> StepTrace:
         """Raises ValueError naming the first thing that is wrong."""
         data = load_object(text, "trace", TRACE_VERSION)
+        keys = list_of(tuple_of(Key))
         trace: StepTrace = build(
             cls,
             data,
             "trace",
             points=list_of(lambda value, where: build(Point, value, where, position=tuple_of(Position))),
             saved=list_of(lambda value, where: build(SavedRecord, value, where, key=tuple_of(Key))),
+            modules=list_of(
+                lambda value, where: build(
+                    ModuleRecord, value, where, key=tuple_of(ModuleKey), frees=keys, keeps=keys
+                )
+            ),
             copies=list_of(lambda value, where: build(CopyRecord, value, where, key=tuple_of(Key))),
             waits=list_of(lambda value, where: build(WaitRecord, value, where, key=tuple_of(Key))),
         )
-        for i, record in enumerate(trace.saved):
-            for name in ("saved", "last_use", "sole", "first_read", "died"):
-                index = getattr(record, name)
-                if index is not None and not 0 <= index < len(trace.points):
-                    raise ValueError(f"damaged trace: saved[{i}]: {name} is point {index} of {len(trace.points)}")
+        count = len(trace.points)
+        known = {record.key for record in trace.saved}
+        if len(known) != len(trace.saved):
+            raise ValueError("damaged trace: saved: one key names two records")
+        names_of_saved = ("saved", "last_use", "sole", "first_read", "died")
+        indices = [
+            *((f"saved[{i}]", r, names_of_saved) for i, r in enumerate(trace.saved)),
+            *((f"modules[{i}]", m, ("begin", "end")) for i, m in enumerate(trace.modules)),
+        ]
+        for where, item, names in indices:
+            for name in names:
+                index = getattr(item, name)
+                if index is not None and not 0 <= index < count:
+                    raise ValueError(f"damaged trace: {where}: {name} is point {index} of {count}")
+        for i, module in enumerate(trace.modules):
+            for key in (*module.frees, *module.keeps):
+                if key not in known:
+                    raise ValueError(f"damaged trace: modules[{i}]: {tuple(key)} was never saved")
         return trace
 
     def phases(self) -> Iterator[tuple[str, int]]:

@@ -6,15 +6,20 @@ and the memory is away until the release. So the planner writes every sweep once
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 
+from mindspeed_swap.core.recompute import Module, first_reads
 from mindspeed_swap.core.simulate import position_index
-from mindspeed_swap.core.trace import OUTSIDE, SavedRecord, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, FORWARD, OUTSIDE, SavedRecord, StepTrace
 
 # Tensors of one layer are told apart by size rather than by next use while their reads lie closer together than this
 # share of the time they can be away: fewer copies, and the difference in window is not worth one.
 SAME_USE_SHARE = 0.25
+# Smaller copies waste the link (1 MiB: 50 GB/s, 256 KiB: 29 GB/s, large: 55) and the host's time: only where larger
+# ones do not suffice.
+SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +38,7 @@ class Window:
 def windows(trace: StepTrace) -> list[Window]:
     """Every candidate, in the order of ``trace.saved``. Acts only at points that are the first of their position: that
     is where the manager acts."""
-    index = position_index(trace)
-    acts = [index[point.position] == i for i, point in enumerate(trace.points)]
+    acts = _acts(trace)
     found: list[Window] = []
     for number, record in enumerate(trace.saved):
         if not is_candidate(record):
@@ -49,6 +53,45 @@ def windows(trace: StepTrace) -> list[Window]:
         if release < prefetch:
             found.append(Window(number, record.nbytes, record.saved, release, prefetch, record.first_read))
     return found
+
+
+def windows_left(trace: StepTrace, jobs: list[Window], modules: Sequence[Module]) -> list[Window]:
+    """Those of ``jobs`` that are left, and as long as they are left, when ``modules`` are recomputed."""
+    freed = {number for module in modules for number in module.frees}
+    needed = first_reads(trace, modules)
+    acts = _acts(trace) if needed else []
+    found: list[Window] = []
+    for job in jobs:
+        if job.record in freed:
+            continue
+        read = needed.get(job.record)
+        if read is not None:
+            prefetch = min(job.prefetch, read - 1)
+            while job.release < prefetch and not acts[prefetch]:
+                prefetch -= 1
+            if job.release >= prefetch:
+                continue
+            job = Window(job.record, job.nbytes, job.saved, job.release, prefetch, read)
+        found.append(job)
+    return found
+
+
+def _acts(trace: StepTrace) -> list[bool]:
+    index = position_index(trace)
+    return [index[point.position] == i for i, point in enumerate(trace.points)]
+
+
+def link_rates(trace: StepTrace) -> tuple[float, float]:
+    """Bytes per ms out and back that a plan can count on: those of a link used both ways where forwards and backwards
+    alternate (more than one microbatch), else those of one way."""
+    phases = [point.position.phase for point in trace.points]
+    first = phases.index(BACKWARD) if BACKWARD in phases else len(phases)
+    if FORWARD in phases[first:]:
+        return (
+            trace.d2h_both_bytes_per_ms or trace.d2h_bytes_per_ms,
+            trace.h2d_both_bytes_per_ms or trace.h2d_bytes_per_ms,
+        )
+    return trace.d2h_bytes_per_ms, trace.h2d_bytes_per_ms
 
 
 def is_candidate(record: SavedRecord) -> bool:
@@ -66,11 +109,19 @@ def is_candidate(record: SavedRecord) -> bool:
 class View:
     """The windows in one direction of time. Job ``j`` is ``windows[j]`` in both; points count from 0 in each."""
 
-    def __init__(self, trace: StepTrace, jobs: list[Window], backwards: bool) -> None:
+    def __init__(
+        self, trace: StepTrace, jobs: list[Window], modules: Sequence[Module], last_resort: set[int], backwards: bool
+    ) -> None:
+        """``modules`` run again in backward. The record numbers ``last_resort`` are better freed in another way."""
         n = len(trace.points)
         self.length = n
         times = [point.time_ms for point in trace.points]
-        there, back = trace.d2h_bytes_per_ms, trace.h2d_bytes_per_ms
+        if modules:
+            spent = [0.0] * (n + 1)
+            for module in modules:
+                spent[module.run + 1] += module.record.forward_ms
+            times = [time + more for time, more in zip(times, accumulate(spent), strict=False)]
+        there, back = link_rates(trace)
         if backwards:
             end = times[-1] if times else 0.0
             times = [end - time for time in reversed(times)]
@@ -87,14 +138,16 @@ class View:
         self.times = times
         self.rate = there
         self.nbytes = [job.nbytes for job in jobs]
-        self.copy_ms = [job.nbytes / there for job in jobs]
+        self.copy_ms = [trace.copy_overhead_ms + job.nbytes / there for job in jobs]
         # The last point up to which the memory can be away if the copy of the other lane is alone on it.
         self.easy = [
             min(until, bisect_right(times, times[at] - nbytes / back) - 1)
             for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
         ]
-        self.rank = self._ranks(trace, jobs)
-        self.wave = [trace.saved[job.record].key[:2] for job in jobs]  # microbatch, chunk
+        grade = [(job.record in last_resort) + 2 * (job.nbytes < SMALL_BYTES) for job in jobs]
+        self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
+        # What nests: one grade of one microbatch and chunk.
+        self.wave = [(*trace.saved[job.record].key[:2], g) for g, job in zip(grade, jobs, strict=True)]
         self.at_start = self._at(self.start)
         self.at_early = self._at(self.early)
         self.at_until = self._at(self.until)
@@ -112,7 +165,7 @@ class View:
         return table
 
     def _ranks(self, trace: StepTrace, jobs: list[Window]) -> list[tuple[int, int, int]]:
-        """Sort keys: furthest next use first, in one layer the largest first, then the order of the trace."""
+        """Sort keys in a grade: furthest next use first, in one layer the largest first, then in order."""
         blocks: dict[tuple[int, int, int], list[int]] = {}
         for j, job in enumerate(jobs):
             key = trace.saved[job.record].key

@@ -150,8 +150,8 @@ def _all_ranks(ranks: Sequence[RankFiles]) -> str:
 
 
 def _about(summary: dict[str, Any]) -> str:
-    versions = _table(("", ""), [(escape(str(k)), escape(str(v))) for k, v in summary["versions"].items()])
-    layout = _table(("", ""), [(escape(str(k)), escape(str(v))) for k, v in summary["layout"].items()])
+    versions = _table(("", ""), [(k, str(v)) for k, v in summary["versions"].items()])
+    layout = _table(("", ""), [(k, str(v)) for k, v in summary["layout"].items()])
     return (
         f"<h2>About this run</h2><div class=card><details><summary>Versions</summary>{versions}</details></div>"
         f"<div class=card><details><summary>Layout</summary>{layout}</details></div>"
@@ -169,7 +169,7 @@ def _note(text: str) -> str:
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = f"<tr>{''.join(f'<th>{name}</th>' for name in columns)}</tr>" if any(columns) else ""
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div class=scroll><table>{head}{body}</table></div>"
 
 

@@ -8,7 +8,7 @@ run_id             the same on all ranks of a run; files with different ones are
 rank, world_size   which of how many
 versions           of mindspeed_swap, torch, python and megatron-core
 device, layout     kind of device; the arguments that decide what a step saves
-phase, steps       WarmUp, SearchPolicy or Stable; training steps so far
+phase, steps       WarmUp, SearchPolicy or Stable (off: without --smart-swap); training steps so far
 capacity_bytes     what this process may use of the device
 target_bytes       peak that plans must stay under
 peak_bytes         predicted peak of a step that swaps nothing
@@ -18,6 +18,7 @@ warm_up            the recorded step that the first plan was made from: eviction
 tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,
                    prefetches without room), measured peak and step time, the same as predicted, bytes above the target
 stable             counters since Stable began
+virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved. null: off
 host               budget, pinned and most used bytes of host memory for swapped tensors
 step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
                    there is one, the last recorded. null before any step
@@ -26,10 +27,10 @@ step               one recorded step, the one that ``trace.json`` shows: that of
 Fields of ``step``; {measured, predicted, without_plan}: as it ran, as written down before it ran, and what the same
 step would take if nothing were swapped (simulated).
 
-==================  =================================================================================================
+==================  ================================================================================================
 step_ms, stall_ms   time of the step; time in it that compute waited for copies
-phases              by phase (forward, backward, optimizer): most bytes allocated, and reserved by the allocator (which
-                    is not predicted)
+phases              by phase (forward, backward, optimizer): most bytes allocated, and most reserved by the
+                    allocator, which is not predicted
 static_bytes        allocated when the step began
 held_bytes          most held by activations at the end of a microbatch's forward
 bytes_out, _in      copied to the host and back, called-off copies included
@@ -39,7 +40,7 @@ counters            of the step: see ``core/step.py``
 layers, tensors     bytes saved in the step by layer (0: outside the layers), and by site for the largest: swapped,
                     kept, immovable (kept because they cannot be moved)
 notes               sentences: what a reader must not miss
-==================  =================================================================================================
+==================  ================================================================================================
 """
 from __future__ import annotations
 
@@ -59,13 +60,31 @@ from mindspeed_swap.smart_swap.search import SmartSwap
 SUMMARY_VERSION = 2
 
 
-def summarize(search: SmartSwap, pool: HostPool, device: str, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything but which rank of which run it is."""
-    plan = search.plan
+def summarize(
+    search: SmartSwap | None,
+    pool: HostPool,
+    device: str,
+    layout: Mapping[str, Any],
+    virtual_optimizer: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Everything but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
     return {
         "versions": _versions(),
         "device": device,
         "layout": dict(layout),
+        **(_smart_swap(search) if search else {**_smart_swap(SmartSwap(0)), "phase": "off"}),
+        "virtual_optimizer": dict(virtual_optimizer) if virtual_optimizer else None,
+        "host": {
+            "budget_bytes": pool.budget_bytes,
+            "pinned_bytes": pool.pinned_bytes,
+            "peak_used_bytes": pool.peak_used_bytes,
+        },
+    }
+
+
+def _smart_swap(search: SmartSwap) -> dict[str, Any]:
+    plan = search.plan
+    return {
         "phase": search.phase.value,
         "steps": search.steps,
         "capacity_bytes": search.capacity_bytes,
@@ -92,11 +111,6 @@ def summarize(search: SmartSwap, pool: HostPool, device: str, layout: Mapping[st
             for t in search.tries
         ],
         "stable": asdict(search.stable),
-        "host": {
-            "budget_bytes": pool.budget_bytes,
-            "pinned_bytes": pool.pinned_bytes,
-            "peak_used_bytes": pool.peak_used_bytes,
-        },
         "step": figures(search.shown) if search.shown else None,
     }
 

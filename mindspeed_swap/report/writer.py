@@ -31,13 +31,15 @@ class ReportWriter:
         self._written: ExecutedStep | None = None  # what trace.json shows
         self._said: set[str] = set()
 
-    def write_summary(self, search: SmartSwap, pool: HostPool, device: str) -> None:
+    def write_summary(
+        self, search: SmartSwap | None, pool: HostPool, device: str, virtual_optimizer: Mapping[str, Any] | None = None
+    ) -> None:
         summary = {
             "version": SUMMARY_VERSION,
             "run_id": self._run_id,
             "rank": self._rank,
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
-            **summarize(search, pool, device, self._layout),
+            **summarize(search, pool, device, self._layout, virtual_optimizer),
         }
         self._write("summary.json", json.dumps(summary, indent=1, default=str) + "\n")
         for note in summary["step"]["notes"] if summary["step"] else ():
@@ -49,6 +51,7 @@ class ReportWriter:
         if step is not None and step is not self._written:
             self._written = step
             self._write("trace.json", json.dumps(chrome_trace(step, self._rank, self._run_id)))
+            self._write("step_trace.json", step.trace.to_json())  # for ``mindspeed-swap what-if``
 
     def _write(self, name: str, text: str) -> None:
         path = self._folder / name

@@ -5,6 +5,7 @@ the worst a plan can do is to be slow.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,7 +19,7 @@ from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.peers import Peers
-from mindspeed_swap.smart_swap.planning import Planned, make_plan
+from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
 from mindspeed_swap.smart_swap.policy import MAX_TRIES, Policy
 from mindspeed_swap.units import format_bytes
 
@@ -26,6 +27,13 @@ from mindspeed_swap.units import format_bytes
 NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
+# By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
+SPREAD_STEPS = 32
+
+
+def tell(message: str) -> None:
+    """Once per pipeline stage: within one, all do the same."""
+    say(message, every_stage=True)
 
 
 class NoPlan(ValueError):
@@ -110,7 +118,7 @@ class SmartSwap:
     policy: Policy = Policy()
     peers: Peers = field(default_factory=Peers)
     name: int = 0  # of the shape; peers with another one decide for themselves
-    tell: Callable[[str], None] = say
+    tell: Callable[[str], None] = tell
     host_bytes: int | None = None  # that swap may take; None: no limit
     phase: Phase = Phase.WARM_UP
     steps: int = 0
@@ -123,7 +131,6 @@ class SmartSwap:
     stable: StableCounters = field(default_factory=StableCounters)
     shown: ExecutedStep | None = None  # for reports: the step of the try that Stable runs; before that, the last one
     _read_order: Mapping[Key, int] = field(default_factory=dict)
-    _host_need: int = 0
     _extra_bytes: int = 0  # below the target: learned from tries
     _excess: float = 0.0  # of the step without swap above the target, on the rank that has most
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
@@ -131,21 +138,23 @@ class SmartSwap:
     _bad_steps: int = 0
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _told: str = ""
+    _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
     @classmethod
     def from_plan(cls, plan: Plan, **given: object) -> SmartSwap:
         """Runs a plan that was saved: no WarmUp, no search."""
         search = cls(**given)  # type: ignore[arg-type]
         search.plan, search.phase, search.target_bytes = plan, Phase.STABLE, plan.budget_bytes
-        search._host_need = plan.swap_bytes
         return search
 
     def next_step(self) -> StepOrder:
-        return StepOrder(self.plan, self.phase is not Phase.STABLE, self._read_order, self._host_need)
+        host_bytes = host_need(self.plan) if self.plan else 0
+        return StepOrder(self.plan, self.phase is not Phase.STABLE, self._read_order, host_bytes)
 
     def after_step(self, stats: StepStats, trace: StepTrace | None) -> bool:
         """Take a step's outcome in. True if the phase or the plan changed. Raises NoPlan."""
         self.steps += 1
+        self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
@@ -204,7 +213,9 @@ class SmartSwap:
         planned = Planned(None)
         if self.peers.leader or not facts.together:
             # The reserve and what tries have added are caution, not need: without is still better than not at all.
-            budgets = sorted({soft - self._extra_bytes + shift, soft + shift, hard + shift})
+            spread = max(self._saved_bytes) - min(self._saved_bytes) - self.policy.reserve(self.capacity_bytes)
+            extra = max(self._extra_bytes, spread)
+            budgets = sorted({soft - extra + shift, soft + shift, hard + shift})
             host = None if self.host_bytes is None else int(-facts.host_missing)
             planned = make_plan(trace, self.policy, budgets, host)
         if facts.together:
@@ -214,7 +225,7 @@ class SmartSwap:
         if planned.text and planned.text != self._told:
             self._told = planned.text
             self.tell(f"smart-swap: {planned.text}")
-        self.plan, self._host_need = planned.plan, planned.host_bytes
+        self.plan = planned.plan
 
     def _enter(self, phase: Phase, why: str) -> None:
         self.tell(

@@ -53,6 +53,9 @@ def eligible(trace: StepTrace, policy: Policy) -> StepTrace:
         saved=saved,
         d2h_bytes_per_ms=policy.d2h_bytes_per_ms or trace.d2h_bytes_per_ms,
         h2d_bytes_per_ms=policy.h2d_bytes_per_ms or trace.h2d_bytes_per_ms,
+        # Given ones hold whatever else the link does.
+        d2h_both_bytes_per_ms=policy.d2h_bytes_per_ms or trace.d2h_both_bytes_per_ms,
+        h2d_both_bytes_per_ms=policy.h2d_bytes_per_ms or trace.h2d_both_bytes_per_ms,
     )
 
 
@@ -107,4 +110,7 @@ def _plan(trace: StepTrace, budget: int, placed: list[tuple[Window, int, int]]) 
 def predicted(trace: StepTrace, plan: Plan) -> Plan:
     """The plan with what it is simulated to do."""
     outcome = simulate(trace, plan)
-    return replace(plan, prediction=Prediction(outcome.peak_bytes, outcome.step_ms, outcome.stall_ms))
+    prediction = Prediction(
+        outcome.peak_bytes, outcome.step_ms, outcome.stall_ms, outcome.recompute_ms, outcome.host_bytes
+    )
+    return replace(plan, prediction=prediction)

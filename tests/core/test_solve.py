@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import MIB, Shape, megatron_trace, random_trace
 
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, run_lanes
 from mindspeed_swap.core.plan import Plan, Swap
-from mindspeed_swap.core.simulate import NEGLIGIBLE_MS, memory_curve, place, plain_step_ms, run_lanes, simulate
+from mindspeed_swap.core.simulate import memory_curve, place, plain_step_ms, simulate
 from mindspeed_swap.core.solve import Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.core.windows import View
 
 HUGE = 1 << 60
 
@@ -179,13 +179,11 @@ def test_the_wait_is_near_its_lower_bound() -> None:
 
 def best_of_all_subsets(trace: StepTrace, budget: int) -> float:
     """Least wait (ms) of all choices of tensors, each with the solver's own timing."""
-    solver = _Solver(trace)
-    solver.views = View(trace, solver.jobs, backwards=False), View(trace, solver.jobs, backwards=True)
-    over = [value - budget for value in solver.keep] + [-1]
+    scene = _Solver(trace).stage.plain
     best = float("inf")
-    for chosen in product((False, True), repeat=len(solver.jobs)):
-        placed = solver.lay_out(over, list(chosen))
-        if max(solver.curve(placed)) <= budget:
+    for flags in product((False, True), repeat=len(scene.jobs)):
+        placed = scene.lay_out(budget, {job.record for job, on in zip(scene.jobs, flags, strict=True) if on})
+        if max(scene.curve(placed)) <= budget:
             best = min(best, run_lanes(trace, placed).stall_ms)
     return best
 
@@ -210,7 +208,7 @@ def ratios_to_exhaustive(solver: Callable[[StepTrace, int], Plan], seeds: range)
     ratios = []
     for seed in seeds:
         trace = small_trace(seed)
-        assert len(_Solver(trace).jobs) <= 8
+        assert len(_Solver(trace).stage.plain.jobs) <= 8
         for share in (0.8, 0.5, 0.2, 0.0):
             budget = between(trace, share)
             if budget >= max(memory_curve(trace, ())):
@@ -244,7 +242,7 @@ def test_a_planted_worse_solver_is_caught() -> None:
                 trace.saved[p.record].key, trace.saved[p.record].nbytes, trace.points[p.release].position,
                 trace.points[p.prefetch].position,
             )
-            for p in _Solver(trace).farthest
+            for p in _Solver(trace).stage.plain.farthest
         )
         return Plan(trace.model, budget, swaps)
 

@@ -12,6 +12,8 @@ from mindspeed_swap.core.trace import (
     OPTIMIZER,
     OUTSIDE,
     Key,
+    ModuleKey,
+    ModuleRecord,
     Point,
     Position,
     SavedRecord,
@@ -22,6 +24,15 @@ MIB = 1 << 20
 
 # A Llama-shaped layer at 8192 tokens, hidden 4096: MiB of every saved storage in order, and whether it may move.
 LLAMA_SITES = (64, 64, 192, 64, 64, 64, 344, 172, 172)
+
+# Modules of that layer: name, ordinals that recomputing it frees, ordinals it is run from, share of the layer's forward.
+LLAMA_MODULES = (
+    ("input_norm", (1,), (0,), 0.01),
+    ("mlp_norm", (5,), (4,), 0.01),
+    ("act", (7, 8), (6,), 0.02),
+    ("mlp", (5, 6, 7, 8), (4,), 0.35),  # with its norm
+    ("layer", tuple(range(1, 9)), (0,), 1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class Shape:
     logits_mib: int = 256  # saved outside the layers, at the end of forward
     d2h_gbps: float = 50.0
     h2d_gbps: float = 50.0
+    both_gbps: float = 0.0  # each way, while both are busy
+    modules: tuple[tuple[str, tuple[int, ...], tuple[int, ...], float], ...] = ()
 
 
 def order_1f1b(microbatches: int, stages: int, stage: int) -> list[tuple[str, int]]:
@@ -63,6 +76,7 @@ class _Recorder:
         self.live: dict[Key, SavedRecord] = {}
         self.points: list[Point] = []
         self.saved: list[SavedRecord] = []
+        self.modules: list[ModuleRecord] = []
 
     def point(self, position: Position, ms: float, transient: int) -> int:
         """Close an interval of ``ms`` that needs ``transient`` bytes of working memory."""
@@ -116,6 +130,9 @@ def megatron_trace(shape: Shape = Shape(), model: str = "llama") -> StepTrace:
         has_optimizer_state=True,
         points=rec.points,
         saved=rec.saved,
+        modules=rec.modules,
+        d2h_both_bytes_per_ms=shape.both_gbps * 1e6,
+        h2d_both_bytes_per_ms=shape.both_gbps * 1e6,
     )
 
 
@@ -133,6 +150,11 @@ def _forward(rec: _Recorder, shape: Shape, m: int) -> None:
             rec.save(Key(m, 0, layer, sites), int(shape.unmovable_mib * MIB), ms, transient, movable=False)
         end = rec.point(Position(FORWARD, m, 0, layer, EXIT), ms, transient)
         inner[0].sole = end + 1  # the caller's frame holds the layer input until the layer has returned
+        for name, frees, keeps, share in shape.modules:
+            first, last = inner[min(frees)].saved - 1, min(end, inner[max(frees)].saved + 1)
+            keys = [inner[i].key for i in frees], [inner[i].key for i in keeps]
+            spent = share * shape.layer_forward_ms
+            rec.modules.append(ModuleRecord(ModuleKey(m, 0, layer, name), spent, first, last, *keys))
     if shape.logits_mib:
         rec.save(Key(m, 0, OUTSIDE, 0), shape.logits_mib * MIB, shape.layer_forward_ms / 4, shape.logits_mib * MIB)
     rec.point(Position(FORWARD, m, 0, OUTSIDE, EXIT), 0.05, 0)
@@ -157,7 +179,9 @@ def _backward(rec: _Recorder, shape: Shape, m: int) -> None:
     rec.point(Position(BACKWARD, m, 0, OUTSIDE, EXIT), 0.05, 0)
 
 
-def random_trace(seed: int, tensors: int = 8, points: int = 30, model: str = "random") -> StepTrace:
+def random_trace(
+    seed: int, tensors: int = 8, points: int = 30, modules: int = 0, model: str = "random"
+) -> StepTrace:
     """Irregular: windows that neither nest nor queue, uneven times, transients, some tensors that may not move, some
     that are never read, some whose storage others hold for long."""
     rng = random.Random(seed)
@@ -199,7 +223,20 @@ def random_trace(seed: int, tensors: int = 8, points: int = 30, model: str = "ra
         phase = FORWARD if i < points // 2 else BACKWARD if i < points - 2 else OPTIMIZER
         peak = base + resident[i]
         rows.append(Point(Position(phase, 0, 0, 1, i), now, static + resident[i], peak, base - static, resident[i]))
-    return StepTrace(
+    trace = StepTrace(
         model, max(row.peak_bytes for row in rows), static, rng.choice([50.0, 200.0, 1000.0]),
         rng.choice([50.0, 200.0, 1000.0]), now + 1.0, 0, True, rows, records,
     )
+    readable = [record for record in records if record.first_read is not None]
+    for number in range(modules if readable else 0):
+        frees = rng.sample(readable, min(len(readable), rng.choice([1, 1, 2, 3])))
+        rest = [record.key for record in readable if record not in frees]
+        begin, end = min(record.saved for record in frees), max(record.saved for record in frees) + 1
+        trace.modules.append(
+            ModuleRecord(
+                ModuleKey(0, 0, 1, f"m{number}"), rng.random() * rng.choice([0.5, 3.0, 10.0]), max(0, begin - 1),
+                min(end, points - 1), [record.key for record in frees], rng.sample(rest, min(len(rest), 1)),
+                rng.choice([0, 0, 50]),
+            )
+        )
+    return trace

@@ -53,13 +53,28 @@ LAYOUTS: dict[str, Layout] = {
             _flags(
                 "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64 "
                 "--moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01 "
-                "--moe-router-load-balancing-type aux_loss"
+                "--moe-router-load-balancing-type aux_loss "
+                "--lr 1e-5 --min-lr 1e-6"  # routing as in the middle of a training: it varies, and does not run away
             ),
             {**_DP2, "MBS": "16", "GBS": "32", "LAYERS": "4"},
         ),
         Layout("fusion", _flags("--overlap-grad-reduce"), {**_DP2, "GRADIENT_FUSION": "1"}),
         # 1 and 2 microbatches for some steps each, 3 from then on
         Layout("rampup", _flags("--rampup-batch-size 8 8 48"), {"GBS": "24", "SAMPLES": "176"}, ranks=1),
+        # 4 and then 8 microbatches, evaluations in between
+        Layout(
+            "vpp_rampup",
+            _flags(
+                "--num-layers-per-virtual-pipeline-stage 1 --rampup-batch-size 32 32 160 "
+                "--split 80,20,0 --eval-interval 5 --eval-iters 1"
+            ),
+            {**_PP2, "LAYERS": "4", "GBS": "64", "SAMPLES": "480"},
+        ),
+        Layout(
+            "optimizer_offload",
+            _flags("--optimizer-cpu-offload --use-precision-aware-optimizer --optimizer-offload-fraction 1.0"),
+            ranks=1,
+        ),
         Layout("evaluation", _flags("--split 90,10,0 --eval-interval 3 --eval-iters 2"), ranks=1),
         Layout("recompute_core_attn", _flags(f"{_RECOMPUTE} core_attn"), ranks=1),
         Layout("recompute_mlp", _flags(f"{_RECOMPUTE} mlp"), ranks=1),

@@ -15,7 +15,7 @@ PLAN = Plan(
     MODEL,
     1000,
     (Swap(Key(0, 0, 1, 2), 500, Position(FORWARD, 0, 0, 1, 4), Position(BACKWARD, 0, 0, 2, 1)),),
-    Prediction({"F": 900, "B": 800}, 12.5, 0.0),
+    prediction=Prediction({"F": 900, "B": 800}, 12.5, 0.0),
 )
 
 

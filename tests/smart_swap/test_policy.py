@@ -11,7 +11,7 @@ from traces import MIB, Shape, megatron_trace
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.windows import windows
-from mindspeed_swap.smart_swap.planning import host_peak, make_plan
+from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.stages import NO_LAYER, eligible, stages
 from mindspeed_swap.units import GIB
@@ -138,15 +138,14 @@ def test_the_target_of_the_command_line_goes_before_the_file():
 def test_case_29_budget_1_gib_plan_needs_4():
     trace = megatron_trace(Shape(layers=16, sites_mib=(64, 64, 128, 64), static_mib=256, transient_mib=64))
     policy = Policy.of(MOVES_ALL)
-    need = host_peak(trace, make_plan(trace, policy, [peak(trace)]).plan)
+    need = host_need(make_plan(trace, policy, [peak(trace)]).plan)
     assert need > 4 * GIB
     answer = make_plan(trace, policy, [peak(trace)], 1 * GIB)
-    assert answer.host_bytes == host_peak(trace, answer.plan) <= 1 * GIB
-    assert answer.host_bytes > GIB * 0.85
+    assert GIB * 0.85 < host_need(answer.plan) <= GIB
     assert max(answer.plan.prediction.peak_bytes.values()) == simulate(trace, answer.plan).peak
     assert answer.text.count("\n") == 0
     assert "of host memory and 1.0 GiB are to be had: trimmed from" in answer.text
-    assert f"--swap-host-memory {need / GIB + 0.005:.2f} would do" in answer.text
+    assert f"--swap-host-memory {need / GIB / 0.95 + 0.005:.2f} would do" in answer.text
     assert make_plan(trace, policy, [peak(trace)], need).plan.swap_bytes > 4 * GIB
 
 
@@ -154,4 +153,4 @@ def test_a_trimmed_plan_that_misses_the_device_is_an_error_with_the_figure():
     budget = (floor(TRACE).reachable_bytes + peak(TRACE)) // 2
     answer = make_plan(TRACE, Policy(), [budget], 100 * MIB)
     assert answer.plan is None
-    assert "with which the step needs" in answer.text and "on the device; --swap-host-memory" in answer.text
+    assert "infeasible: the floor is" in answer.text and "--swap-host-memory" in answer.text

@@ -105,5 +105,17 @@ class Accelerator(ABC):
     @abstractmethod
     def unregister_host(self, address: int) -> None: ...
 
+    def map_host(self, host: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 tensor that the device's kernels read and write, over registered host memory: ``host``, flat
+        uint8. Its storage has exactly these bytes and keeps ``host`` alive; ``owns`` is False for it.
+
+        Raises NotImplementedError where the device has no such tensors.
+        """
+        raise NotImplementedError(f"{self.name}: no tensors over host memory")
+
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A plain host tensor with memory of its own, holding the values that the live compute stream has there."""
+        return tensor.to("cpu", copy=True)
+
     def close(self) -> None:
         """Stop threads and give back what the process holds beyond plain allocations. Idempotent."""

@@ -194,6 +194,13 @@ class CudaAccelerator(Accelerator):
         code = torch.cuda.cudart().cudaHostUnregister(address)
         _check(code, f"cudaHostUnregister of host memory at {address:#x}")
 
+    def map_host(self, host: torch.Tensor) -> torch.Tensor:
+        # Registered memory has the same address on the device (unified addressing), so kernels need no other pointer.
+        tensor = torch.as_tensor(_MappedHost(host), device=self._device)
+        if tensor.data_ptr() != host.data_ptr():  # torch has made a copy elsewhere, which nobody would ever see
+            raise RuntimeError(f"{self._device} cannot use host memory at {host.data_ptr():#x} in place")
+        return tensor
+
     def device_uuid(self) -> str:
         """As NVML names the device, whatever CUDA_VISIBLE_DEVICES renumbers."""
         return f"GPU-{torch.cuda.get_device_properties(self._index).uuid}"
@@ -203,6 +210,17 @@ class CudaAccelerator(Accelerator):
         atexit.unregister(self.close)
         self._watch.uninstall()
         self._hooked = False
+
+
+class _MappedHost:
+    """What torch asks of foreign device memory. It keeps this object, and so the memory, as long as the tensor."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self._host.numel(),), "typestr": "|u1", "data": (self._host.data_ptr(), False), "version": 2}
 
 
 def _check(code: Any, what: str) -> None:

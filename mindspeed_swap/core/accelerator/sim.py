@@ -5,6 +5,7 @@ it blocks the host. Copies that are not waited for show as NaN, see ``sim_copy_e
 """
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -108,6 +109,17 @@ class SimAccelerator(Accelerator):
     def unregister_host(self, address: int) -> None:
         """Waits for copies that still use the memory, whose data it spoils: they should have been waited for."""
         self._ext.unregister_host(address)
+
+    def map_host(self, host: torch.Tensor) -> torch.Tensor:
+        # Through ctypes for a storage of its own: a view would have the whole slab's.
+        memory = (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
+        memory.owner = host  # type: ignore[attr-defined]  # the tensor keeps ``memory``, which keeps the block mapped
+        with torch.inference_mode(False):
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        with device.host_memory():
+            return tensor.clone()
 
     def close(self) -> None:
         """Copies still queued are dropped (synchronize first) and all host memory is unregistered."""

@@ -1,6 +1,6 @@
 """Trains a layout three ways: plain, a few steps for the floor, and capped halfway between the two with --smart-swap.
 
-As a program: ``python tests/layouts/training.py [LAYOUT[:DTYPE] ...]`` trains and prints the figures of each rank.
+As a program: ``python tests/layouts/layout_runs.py [LAYOUT[:DTYPE] ...]`` trains and prints the figures of each rank.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,18 +51,19 @@ class Run:
 
 
 class Trainer:
-    """Runs scripts/pretrain_gpt_sim.sh in ``folder`` on the text ``data``. Plain runs and floors are kept."""
+    """Runs scripts/pretrain_gpt_sim.sh in ``folder`` on the text ``data``. Each run is kept."""
 
     def __init__(self, folder: Path, data: str) -> None:
         self._folder, self._data = folder, data
         self._plain: dict[tuple[str, str], Run] = {}
         self._floors: dict[tuple[str, str], list[int]] = {}
+        self._swapped: dict[tuple[str, str], Run] = {}
 
     def train(
-        self, layout: Layout, dtype: str, *flags: str, caps: list[int] | None = None, steps: int = STEPS, **extra: str
+        self, layout: Layout, dtype: str, *flags: str, caps: list[int] | None = None, **extra: str
     ) -> Run:
         """Raises TrainingFailed."""
-        done, folder = self.start(layout, dtype, *flags, caps=caps, steps=steps, **extra)
+        done, folder = self.start(layout, dtype, *flags, caps=caps, **extra)
         if done.returncode != 0:
             raise TrainingFailed(f"{layout.name} {dtype} {flags}: exit code {done.returncode}\n{done.stderr[-3000:]}")
         ranks = range(layout.ranks)
@@ -73,7 +75,7 @@ class Trainer:
         )
 
     def start(
-        self, layout: Layout, dtype: str, *flags: str, caps: list[int] | None = None, steps: int = STEPS, **extra: str
+        self, layout: Layout, dtype: str, *flags: str, caps: list[int] | None = None, **extra: str
     ) -> tuple[subprocess.CompletedProcess[str], Path]:
         """The process and its folder, however it ended."""
         folder = Path(tempfile.mkdtemp(prefix=f"{layout.name}-", dir=self._folder))
@@ -84,7 +86,7 @@ class Trainer:
             "PYTHON": sys.executable,
             "OMP_NUM_THREADS": "1",
             "DATA": self._data,
-            "ITERS": str(steps),
+            "ITERS": str(STEPS),
         }
         environment |= layout.environment(dtype) | extra
         if caps is not None:
@@ -101,20 +103,28 @@ class Trainer:
     def plain(self, layout: Layout, dtype: str) -> Run:
         key = layout.name, dtype
         if key not in self._plain:
-            self._plain[key] = self.train(layout, dtype)
+            self._prepare(layout, dtype)
         return self._plain[key]
 
     def caps(self, layout: Layout, dtype: str) -> list[int]:
         """Halfway between each rank's floor and its peak."""
-        key = layout.name, dtype
-        if key not in self._floors:
-            run = self.train(layout, dtype, "--smart-swap", steps=FLOOR_STEPS)
-            self._floors[key] = [summary["floor_bytes"] for summary in run.summaries]
         peaks = self.plain(layout, dtype).peaks()
-        return [(floor + peak) // 2 for floor, peak in zip(self._floors[key], peaks, strict=True)]
+        return [(floor + peak) // 2 for floor, peak in zip(self._floors[layout.name, dtype], peaks, strict=True)]
 
     def swapped(self, layout: Layout, dtype: str) -> Run:
-        return self.train(layout, dtype, "--smart-swap", caps=self.caps(layout, dtype))
+        key = layout.name, dtype
+        if key not in self._swapped:
+            self._swapped[key] = self.train(layout, dtype, "--smart-swap", caps=self.caps(layout, dtype))
+        return self._swapped[key]
+
+    def _prepare(self, layout: Layout, dtype: str) -> None:
+        """The plain run and the one for the floor. At once where each has one rank: most of a run is its start."""
+        floor_flags = ("--smart-swap", "--exit-interval", str(FLOOR_STEPS))
+        with ThreadPoolExecutor(2 if layout.ranks == 1 else 1) as pool:
+            plain = pool.submit(self.train, layout, dtype)
+            floor = pool.submit(self.train, layout, dtype, *floor_flags)
+        self._plain[layout.name, dtype] = plain.result()
+        self._floors[layout.name, dtype] = [summary["floor_bytes"] for summary in floor.result().summaries]
 
 
 def faults(trainer: Trainer, layout: Layout, dtype: str, plain: Run, swapped: Run) -> list[str]:

@@ -1,0 +1,235 @@
+"""Attempt: the best plan found for one target of memory, by a bounded amount of work. Pure; no torch.
+
+1. *Swap alone* (scene.py): if nobody waits, that is it.
+2. *Recompute*, cheapest second per byte first: a first part of the modules in the order of their prices, swaps for the
+   rest, as far as that pays; and everything recomputed, which no answer is slower than.
+3. *Climb*: on small traces, which are the irregular ones, single changes and exchanges.
+4. *Prune* what turned out to be needless.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from itertools import accumulate, chain, combinations, islice
+
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
+from mindspeed_swap.core.recompute import Chosen
+from mindspeed_swap.core.scene import Stage
+from mindspeed_swap.core.windows import RangeMin, link_rates
+
+# Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
+SEARCH_WORK = 100_000
+# Sets of modules tried per target: at least, and one in so many tries.
+FEWEST_SETS, TRIES_PER_SET = 2, 20
+# What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
+# still missing shows, and the next module may be of a kind that costs far more.
+FIRST_PACE = 0.9
+# With fewer tries there is no search.
+FEWEST_TRIES = 20
+# Points visited by dropping single tensors, per target.
+PRUNE_WORK = 4_000_000
+# A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.
+COPY_BYTES = 500_000
+
+Rank = tuple[float, int]  # extra ms, bytes moved (and so many more per copy)
+_UNKNOWN: Rank = float("inf"), 0
+
+
+def _better(one: Rank, other: Rank) -> bool:
+    faster = other[0] - one[0]
+    return faster > NEGLIGIBLE_MS or (faster > -NEGLIGIBLE_MS and one[1] < other[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Corner:
+    """A plan that needs no choice: everything of a kind."""
+
+    flags: tuple[bool, ...]
+    placed: list[Placed]
+    curve: list[int]
+    peak: int
+
+
+def corners(stage: Stage) -> list[Corner]:
+    """All swapped; all recomputed; all recomputed and what is left swapped."""
+    found: list[Corner] = []
+    for flags in dict.fromkeys((stage.nothing, stage.full)):
+        scene = stage.scene(flags)
+        for placed in [scene.farthest] + ([[]] if any(flags) else []):
+            curve = scene.curve(placed)
+            found.append(Corner(flags, placed, curve, max(curve)))
+    return found
+
+
+def _tries(stage: Stage) -> int:
+    return max(1, SEARCH_WORK // (len(stage.plain.keep) + 2 * len(stage.plain.jobs)))
+
+
+def is_large(stage: Stage) -> bool:
+    """Each try takes so long that one way to choose has to do, and no search follows."""
+    return _tries(stage) < FEWEST_TRIES
+
+
+class Attempt:
+    """Least extra time, then fewest bytes moved and fewest copies. Of ``corners`` one must fit into ``target``."""
+
+    def __init__(self, stage: Stage, corners: list[Corner], target: int) -> None:
+        self.stage = stage
+        self.target = target
+        self.least = min(corner.peak for corner in corners)
+        self._rank = _UNKNOWN
+        self._tries = _tries(stage)
+        self._large = is_large(stage)
+        self._compares = bool(stage.modules) or not self._large  # else the one choice is taken unjudged: half the work
+        fitting = [corner for corner in corners if corner.peak <= target]
+        self.flags, self.placed, self.curve = fitting[0].flags, fitting[0].placed, fitting[0].curve
+        alone = self._swap(stage.nothing)
+        if self._compares and self.extra_ms > NEGLIGIBLE_MS:
+            for corner in fitting:
+                if not corner.placed or not self._large:
+                    self._take(corner.flags, corner.placed, corner.curve)
+            self._recompute(alone)
+            if not self._large:
+                self._search()
+        self._prune()
+        self.peak = max(self.curve)
+
+    # -- taking -------------------------------------------------------------------------------------------------------
+
+    def _look(self, flags: tuple[bool, ...], wanted: set[int]) -> Rank:
+        """Take this choice if it fits and is better."""
+        self._tries -= 1
+        scene = self.stage.scene(flags)
+        placed = scene.lay_out(self.target, wanted)
+        curve = scene.curve(placed)
+        return self._take(flags, placed, curve) if max(curve) <= self.target else _UNKNOWN
+
+    def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
+        trace, rank = self.stage.trace, self._rank
+        if self._compares:
+            moved = sum(trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
+            rank = run_lanes(trace, placed, self.stage.members(flags)).extra_ms, moved
+            if not _better(rank, self._rank):
+                return rank
+        self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
+        return rank
+
+    @property
+    def extra_ms(self) -> float:
+        return self._rank[0]
+
+    # -- swap and recompute -------------------------------------------------------------------------------------------
+
+    def _swap(self, flags: tuple[bool, ...]) -> float:
+        """Several ways to swap with these modules. Returns the least extra time among them."""
+        choices = self.stage.scene(flags).choices(self.target, self.least, int(self._large))
+        best = _UNKNOWN[0]
+        for wanted in islice(choices, 1 if self._large else None):
+            best = min(best, self._look(flags, wanted)[0])
+            if self.extra_ms <= NEGLIGIBLE_MS:
+                break
+        return best
+
+    def _recompute(self, wait_ms: float) -> None:
+        """First parts of the price order: each of them if they are few, else where the waits that are left point to.
+        ``wait_ms``: that of swap alone."""
+        stage, count = self.stage, len(self.stage.order)
+        sets = max(FEWEST_SETS, self._tries // TRIES_PER_SET)
+        gained = [0, *accumulate(nbytes for _, nbytes in stage.order)]
+        low, high = 0, count
+        pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
+        for k in range(1, sets + 1):
+            if low >= high:
+                break
+            if count > sets:
+                if wait_ms > NEGLIGIBLE_MS:
+                    k = max(low + 1, min(high, bisect_left(gained, gained[low] + wait_ms * pace)))
+                else:
+                    k = (low + high + 1) // 2
+            flags = stage.first(k)
+            before, wait_ms = wait_ms, self._swap(flags)
+            wait_ms -= sum(module.record.forward_ms for module in stage.members(flags))
+            if count <= sets or wait_ms > NEGLIGIBLE_MS:
+                if wait_ms < before < _UNKNOWN[0]:
+                    pace = (gained[k] - gained[low]) / (before - wait_ms)
+                low = k
+            else:
+                high = k - 1
+
+    def _search(self) -> None:
+        """Climb from the best so far, from everything, and from everything but one tensor of the best."""
+        stage = self.stage
+        everything = {job.record for job in stage.plain.jobs}
+        placed = {item.record for item in self.placed}
+        starts = [(self.flags, placed), (stage.nothing, everything), (stage.full, everything)]
+        for flags, wanted in chain(starts, ((self.flags, everything - {number}) for number in sorted(placed))):
+            if self._tries <= 0:
+                break
+            self._climb(flags, wanted)
+
+    def _climb(self, flags: tuple[bool, ...], wanted: set[int]) -> None:
+        """From a choice on add, drop or exchange single tensors and modules while that helps and tries last."""
+        stage = self.stage
+        items = [(False, job.record) for job in stage.plain.jobs] + [(True, m) for m in range(len(stage.modules))]
+        here, improved = self._look(flags, wanted), True
+        while improved:
+            improved = False
+            for one, other in chain(((item, None) for item in items), combinations(items, 2)):
+                if self._tries <= 0 or self.extra_ms <= NEGLIGIBLE_MS:
+                    return
+                on = [flags[n] if is_module else n in wanted for is_module, n in (one, other or one)]
+                if other and on[0] == on[1]:
+                    continue
+                changed, modules = set(wanted), Chosen(stage.modules, flags)
+                for (is_module, n), was in zip((one, other) if other else (one,), on, strict=False):
+                    if not is_module:
+                        changed ^= {n}
+                    elif not was:
+                        modules.add(n)
+                    elif modules.flags[n]:  # the other one may have replaced it
+                        modules.remove(n)
+                rank = self._look(tuple(modules.flags), changed)
+                if _better(rank, here):
+                    flags, wanted, here, improved = tuple(modules.flags), changed, rank, True
+
+    # -- pruning ------------------------------------------------------------------------------------------------------
+
+    def _prune(self) -> None:
+        """Drop what memory can do without: the most expensive modules first, then least bytes times time first."""
+        stage, trace = self.stage, self.stage.trace
+        room = [self.target - value for value in self.curve]
+        least_room = RangeMin(room)
+        flags = list(self.flags)
+        for m in sorted((m for m, on in enumerate(flags) if on), key=lambda m: -stage.modules[m].record.forward_ms):
+            module = stage.modules[m]
+            if least_room(*module.hull) >= module.freed_bytes and _fill(room, *module.hull, module.freed_bytes):
+                flags[m] = False
+        if tuple(flags) != self.flags:
+            curve = stage.scene(tuple(flags)).curve(self.placed)
+            if max(curve) <= self.target:
+                self._take(tuple(flags), self.placed, curve)
+            room = [self.target - value for value in self.curve]
+            least_room = RangeMin(room)
+        candidates = [
+            (trace.saved[item.record].nbytes * (item.prefetch - item.release), item)
+            for item in self.placed
+            if least_room(item.release + 1, item.prefetch) >= trace.saved[item.record].nbytes
+        ]
+        dropped: set[int] = set()
+        work = PRUNE_WORK
+        for _, (number, release, prefetch) in sorted(candidates):
+            work -= prefetch - release
+            if work > 0 and _fill(room, release + 1, prefetch, trace.saved[number].nbytes):
+                dropped.add(number)
+        if dropped:
+            curve = [self.target - value for value in room]
+            self._take(self.flags, [item for item in self.placed if item.record not in dropped], curve)
+
+
+def _fill(room: list[int], first: int, last: int, nbytes: int) -> bool:
+    """Use up room in these intervals, if there is enough."""
+    span = slice(first, last + 1)
+    if min(room[span]) < nbytes:
+        return False
+    room[span] = [value - nbytes for value in room[span]]
+    return True

@@ -1,0 +1,187 @@
+"""Recompute: which module calls can run forward again in backward, what that frees and what it takes. Pure; no torch.
+
+The rules: after its forward a recomputed module keeps its inputs only. At the first backward read of anything that it
+saved it runs again: compute spends its forward time, then everything that it saved is resident until it dies as
+before. While it runs it needs the working memory of its forward. It does not save what an input holds, and it does not
+free what others save too. Two modules of a plan free nothing in common, and none frees what another one is run from: a
+module inside another, or a chain of two, is a module record of its own.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mindspeed_swap.core.trace import ENTER, EXIT, FORWARD, OUTSIDE, Key, ModuleKey, ModuleRecord, StepTrace
+
+WHOLE_LAYER = "layer"
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module record in indices, as far as recomputing it frees something."""
+
+    record: ModuleRecord
+    run: int  # the point at which it runs again
+    frees: tuple[int, ...]  # record numbers
+    keeps: tuple[int, ...]
+    away: tuple[tuple[int, int, int], ...]  # of those in ``frees``: number, first and last interval off the device
+    freed_bytes: int
+    working_bytes: int  # what the interval after ``run`` needs above its own base
+
+    @property
+    def hull(self) -> tuple[int, int]:
+        """First and last interval in which anything is off the device."""
+        return min(first for _, first, _ in self.away), self.run
+
+
+def modules_of(trace: StepTrace) -> list[Module]:
+    """Those that recorded modules (failing that: whole layers) could free something with, in the order of the step."""
+    number = {record.key: i for i, record in enumerate(trace.saved)}
+    found = []
+    for record in trace.modules or whole_layers(trace):
+        freed = [number[key] for key in record.frees]
+        reads = [trace.saved[i].first_read for i in freed]
+        run = min((read for read in reads if read is not None and read > record.end), default=None)
+        if run is None:
+            continue
+        away = []
+        for i in freed:
+            saved = trace.saved[i]
+            last = run if saved.died is None else min(run, saved.died - 1)
+            if saved.sole is not None and saved.nbytes and max(record.end, saved.sole) < last:
+                away.append((i, max(record.end, saved.sole) + 1, last))
+        if away:
+            freed_bytes = sum(trace.saved[i].nbytes for i, _, _ in away)
+            keeps = tuple(number[key] for key in record.keeps)
+            working = _working_bytes(trace, record, run)
+            found.append(Module(record, run, tuple(freed), keeps, tuple(away), freed_bytes, working))
+    return found
+
+
+def _working_bytes(trace: StepTrace, record: ModuleRecord, run: int) -> int:
+    if run + 1 >= len(trace.points):
+        return 0
+    begin, now = trace.points[record.begin], trace.points[run]
+    most = max((trace.base_bytes(i) for i in range(record.begin + 1, record.end + 1)), default=0)
+    forward = max(0, most - (begin.allocated_bytes - begin.resident_bytes))
+    return max(0, now.allocated_bytes - now.resident_bytes + forward - trace.base_bytes(run + 1))
+
+
+def whole_layers(trace: StepTrace) -> Iterator[ModuleRecord]:
+    """Every layer as a module, from its borders: full recompute as Megatron has it. The layer's input is what it saves
+    first. Times are those of the borders, so without what runs between layers."""
+    saves: dict[tuple[int, ...], list[int]] = {}
+    for i, saved in enumerate(trace.saved):
+        if saved.key.layer != OUTSIDE:
+            saves.setdefault(saved.key[:3], []).append(i)
+    begins: dict[tuple[int, ...], int] = {}
+    for end, point in enumerate(trace.points):
+        phase, microbatch, chunk, layer, ordinal = point.position
+        where = (microbatch, chunk, layer)
+        if phase != FORWARD or where not in saves:
+            continue
+        if ordinal == ENTER:
+            begins[where] = end
+        elif ordinal == EXIT and where in begins:
+            begin = begins.pop(where)
+            frees: list[Key] = []
+            keeps: list[Key] = []
+            for i in saves[where]:
+                saved = trace.saved[i]
+                if not keeps:
+                    keeps.append(saved.key)
+                elif saved.last_use <= end and saved.first_read is not None:
+                    frees.append(saved.key)
+            spent = point.time_ms - trace.points[begin].time_ms
+            yield ModuleRecord(ModuleKey(microbatch, chunk, layer, WHOLE_LAYER), spent, begin, end, frees, keeps)
+
+
+class Chosen:
+    """A set of modules to recompute in which no two conflict."""
+
+    def __init__(self, modules: list[Module], flags: Iterable[bool] = ()) -> None:
+        self.modules = modules
+        self.flags = [False] * len(modules)
+        self._freed_by: dict[int, int] = {}
+        self._kept_by: dict[int, list[int]] = {}
+        for m, on in enumerate(flags):
+            if on:
+                self.add(m)
+
+    def conflicts(self, m: int) -> list[int]:
+        """The members that have to go before ``m`` can join."""
+        module = self.modules[m]
+        found = {self._freed_by[i] for i in module.frees if i in self._freed_by}
+        found.update(self._freed_by[i] for i in module.keeps if i in self._freed_by)
+        found.update(other for i in module.frees for other in self._kept_by.get(i, ()))
+        return sorted(found - {m})
+
+    def add(self, m: int) -> None:
+        """``m`` joins, and what conflicts with it leaves."""
+        for other in self.conflicts(m):
+            self.remove(other)
+        self.flags[m] = True
+        for i in self.modules[m].frees:
+            self._freed_by[i] = m
+        for i in self.modules[m].keeps:
+            self._kept_by.setdefault(i, []).append(m)
+
+    def remove(self, m: int) -> None:
+        self.flags[m] = False
+        for i in self.modules[m].frees:
+            del self._freed_by[i]
+        for i in self.modules[m].keeps:
+            self._kept_by[i].remove(m)
+
+    def members(self) -> list[Module]:
+        return [module for module, on in zip(self.modules, self.flags, strict=True) if on]
+
+
+def full_recompute(modules: list[Module]) -> list[Module]:
+    """As much as can be recomputed at once: what frees most comes first."""
+    chosen = Chosen(modules)
+    for m in sorted(range(len(modules)), key=lambda m: -modules[m].freed_bytes):
+        if not chosen.conflicts(m):
+            chosen.add(m)
+    return chosen.members()
+
+
+def by_price(modules: list[Module]) -> list[tuple[int, int]]:
+    """The order in which modules are worth recomputing: (module, bytes that it frees beyond those it replaces).
+
+    Prices (ms per byte) are those of kinds, the calls of one name in one chunk, so that identical layers are treated
+    alike whatever their measured times; a kind may replace cheaper ones inside it. In a kind the last layers come
+    first: theirs are the shortest windows for a copy."""
+    kinds: dict[tuple[int, str], list[int]] = {}
+    for m, module in enumerate(modules):
+        kinds.setdefault((module.record.key.chunk, module.record.key.name), []).append(m)
+    chosen = Chosen(modules)
+    order: list[tuple[int, int]] = []
+    while kinds:
+        best: tuple[float, tuple[int, str]] | None = None
+        for kind, calls in kinds.items():
+            replaced = [modules[other] for other in {other for m in calls for other in chosen.conflicts(m)}]
+            freed = sum(modules[m].freed_bytes for m in calls) - sum(other.freed_bytes for other in replaced)
+            spent = sum(modules[m].record.forward_ms for m in calls)
+            spent -= sum(other.record.forward_ms for other in replaced)
+            if freed > 0 and (best is None or (spent / freed, kind) < best):
+                best = spent / freed, kind
+        if best is None:
+            break
+        calls = kinds.pop(best[1])
+        for m in sorted(calls, key=lambda m: (-modules[m].record.key.layer, m)):
+            gained = modules[m].freed_bytes - sum(modules[other].freed_bytes for other in chosen.conflicts(m))
+            chosen.add(m)
+            order.append((m, gained))
+    return order
+
+
+def first_reads(trace: StepTrace, modules: Iterable[Module]) -> dict[int, int]:
+    """Record number -> the point at which a recomputed module needs it back, where that is before its own read."""
+    needed: dict[int, int] = {}
+    for module in modules:
+        for i in module.keeps:
+            read = trace.saved[i].first_read
+            if module.run < needed.get(i, len(trace.points) if read is None else read):
+                needed[i] = module.run
+    return needed

@@ -1,0 +1,148 @@
+"""Scene: the step while one set of modules is recomputed: its memory, the windows left for swaps, their timing.
+
+For swaps a recompute is only another trace: what it frees is gone, later points come later, inputs are read earlier.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from operator import add
+
+from mindspeed_swap.core.choose import choose
+from mindspeed_swap.core.lanes import Placed
+from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
+from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
+from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
+from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.core.windows import View, Window, link_rates, windows, windows_left
+
+# A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
+# that much when both lanes are busy (55 against 47 GB/s).
+PREFETCH_HEADROOM = 0.2
+# Scenes kept: those of small traces are asked for again and again, those of large ones are large.
+MAX_SCENES = 256
+
+
+class Scene:
+    def __init__(
+        self, trace: StepTrace, keep: list[int], jobs: list[Window], modules: Sequence[Module], last_resort: set[int]
+    ) -> None:
+        """``keep``: the memory curve with nothing swapped. ``last_resort``: see ``View``."""
+        self.trace = trace
+        self.keep = keep
+        self.jobs = jobs
+        self.modules = modules
+        self._last_resort = last_resort
+        self._views: tuple[View, View] | None = None
+
+    @property
+    def views(self) -> tuple[View, View]:
+        if self._views is None:
+            args = self.trace, self.jobs, self.modules, self._last_resort
+            self._views = View(*args, backwards=False), View(*args, backwards=True)
+        return self._views
+
+    @property
+    def farthest(self) -> list[Placed]:
+        """Everything away as long as it may be."""
+        order = sorted(self.jobs, key=lambda job: (job.prefetch, job.read, job.record))
+        return [Placed(job.record, job.release, job.prefetch) for job in order]
+
+    def curve(self, placed: Iterable[Placed]) -> list[int]:
+        """``memory_curve``, quicker, for legal swaps."""
+        delta = [0] * (len(self.keep) + 1)
+        saved = self.trace.saved
+        for number, release, prefetch in placed:
+            nbytes = saved[number].nbytes
+            delta[release + 1] -= nbytes
+            delta[prefetch + 1] += nbytes
+        return [held + change for held, change in zip(self.keep, accumulate(delta), strict=False)]
+
+    def choices(self, target: int, least: int, first_margin: int) -> Iterator[set[int]]:
+        """Ways to choose records, most promising first. A copy under way frees nothing until it is over, which
+        ``choose`` does not see: so aim below the target by some tensors."""
+        largest = max((job.nbytes for job in self.jobs), default=0)
+        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
+            aim = max(least, target - margin * largest)
+            over = [value - aim for value in self.keep] + [-1]
+            chosen = [False] * len(self.jobs)
+            sweeps = [(self.views[0], over), (self.views[1], over[::-1])]
+            for view, excess in sweeps if ahead_first else reversed(sweeps):
+                choose(view, excess, chosen)
+            yield {job.record for job, on in zip(self.jobs, chosen, strict=True) if on}
+        yield {job.record for job in self.jobs}
+
+    def lay_out(self, target: int, wanted: set[int]) -> list[Placed]:
+        """Points for the wanted records, in the order in which their copies back are queued."""
+        ahead, astern = self.views
+        last = len(self.keep) - 1
+        over = [value - target for value in self.keep] + [-1]
+        chosen = [job.record in wanted for job in self.jobs]
+        releases = lay_out(ahead, over, chosen, ahead.until, 0.0)
+        chosen = [release != NOT_NEEDED for release in releases]
+        until = [last - release for release in releases]
+        prefetches = lay_out(astern, over[::-1], chosen, until, PREFETCH_HEADROOM)
+        placed = [
+            (last - mirrored, job.read, job.record, release)
+            for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True)
+            if release != NOT_NEEDED and mirrored != NOT_NEEDED
+        ]
+        placed.sort()
+        return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
+
+
+class Stage:
+    """All scenes of one trace, and what may be done in them."""
+
+    def __init__(self, trace: StepTrace, *, swap: bool, recompute: bool, host_budget: int | None) -> None:
+        self.trace = trace
+        self.modules = modules_of(trace) if recompute else []
+        self.nothing = (False,) * len(self.modules)
+        self.order = by_price(self.modules)
+        everything = {id(module) for module in full_recompute(self.modules)}
+        self.full = tuple(id(module) in everything for module in self.modules)
+        jobs = windows(trace) if swap else []
+        if host_budget is not None:
+            jobs = _fitting(trace, jobs, host_budget)
+        # What is cheaper to recompute than to wait for leaves the lanes to the rest.
+        price = 1.0 / max(link_rates(trace)[0], 1e-9)
+        cheap = (module for module in self.modules if module.record.forward_ms < price * module.freed_bytes)
+        self._cheap = {number for module in cheap for number in module.frees}
+        self._scenes: dict[tuple[bool, ...], Scene] = {}
+        self.plain = self._scenes[self.nothing] = Scene(trace, memory_curve(trace, ()), jobs, (), set())
+
+    def scene(self, flags: tuple[bool, ...]) -> Scene:
+        found = self._scenes.get(flags)
+        if found is None:
+            if len(self._scenes) >= MAX_SCENES:
+                self._scenes = {self.nothing: self.plain}
+            trace, plain, modules = self.trace, self.plain, self.members(flags)
+            delta = [0] * (len(plain.keep) + 1)
+            for i, change in recompute_changes(trace, modules):
+                delta[i] += change
+            keep = list(map(add, plain.keep, accumulate(delta)))
+            jobs = windows_left(trace, plain.jobs, modules)
+            found = self._scenes[flags] = Scene(trace, keep, jobs, modules, self._cheap)
+        return found
+
+    def members(self, flags: Iterable[bool]) -> list[Module]:
+        return [module for module, on in zip(self.modules, flags, strict=True) if on]
+
+    def first(self, count: int) -> tuple[bool, ...]:
+        """The ``count`` modules most worth recomputing."""
+        chosen = Chosen(self.modules)
+        for m, _ in self.order[:count]:
+            chosen.add(m)
+        return tuple(chosen.flags)
+
+
+def _fitting(trace: StepTrace, jobs: list[Window], host_budget: int) -> list[Window]:
+    """As many as the host has room for, longest absences first."""
+    if not jobs:
+        return jobs
+    times = [point.time_ms for point in trace.points]
+    order = sorted(jobs, key=lambda job: times[job.release] - times[job.prefetch])
+    placed = [Placed(job.record, job.release, job.prefetch) for job in order]
+    count = bisect_right(range(len(jobs)), host_budget, key=lambda k: host_peak(trace, placed[: k + 1]))
+    return sorted(order[:count], key=lambda job: job.record)

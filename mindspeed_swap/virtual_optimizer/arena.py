@@ -1,0 +1,168 @@
+"""Arena: the moments of one optimizer that live in host memory, in one page-locked block, from the start to the end.
+
+A *unit* is one moment (or main parameter) of one parameter. At rest ``optimizer.state`` holds the unit's tensor over host
+memory, so that saving, loading and printing find it where they look. Whoever puts another tensor in its place (a load,
+the optimizer's own initialisation) has it copied into host memory and replaced again by ``adopt``.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Accelerator
+from mindspeed_swap.core.host_pool import ALIGNMENT, HostPool
+from mindspeed_swap.virtual_optimizer.state import (
+    MASTER,
+    complete_state,
+    moment_dtype,
+    moment_keys,
+    shaped_like,
+)
+from mindspeed_swap.virtual_optimizer.swap_tensor import mark_swap_tensor
+
+Optimizer = torch.optim.Optimizer
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False, slots=True)
+class Unit:
+    """One tensor of the optimizer's state. ``start``: its first byte in the arena; ``resting``: it, over host memory."""
+
+    parameter: torch.Tensor
+    key: str  # of optimizer.state, or MASTER
+    dtype: torch.dtype
+    start: int = 0
+    resting: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.dtype.itemsize
+
+
+def choose(
+    optimizer: Optimizer, accelerator: Accelerator, amount: int | None, masters: Iterable[torch.Tensor] = ()
+) -> list[Unit]:
+    """The units to move: in the optimizer's order each moment that still fits into ``amount`` bytes (None: all).
+
+    So less of ``amount`` is left than any moment that was not taken has. ``masters``: main parameters that may move;
+    those do whose moments all do, and do not count. Empty shards and parameters elsewhere than on the device stay.
+    """
+    may_move = {id(master) for master in masters}
+    units: list[Unit] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.numel() == 0 or not accelerator.owns(parameter):
+                continue
+            dtype = moment_dtype(optimizer, parameter)
+            all_taken = True
+            for key in moment_keys(group):
+                unit = Unit(parameter, key, dtype)
+                if amount is not None and unit.nbytes > amount:
+                    all_taken = False
+                    continue
+                amount = amount if amount is None else amount - unit.nbytes
+                units.append(unit)
+            if all_taken and id(parameter) in may_move:
+                units.append(Unit(parameter, MASTER, parameter.dtype))
+    return units
+
+
+def moment_bytes(units: Iterable[Unit]) -> int:
+    return sum(unit.nbytes for unit in units if unit.key != MASTER)
+
+
+def arena_bytes(units: Iterable[Unit]) -> int:
+    return sum(aligned(unit.nbytes) for unit in units)
+
+
+class Arena:
+    """The units of one optimizer, placed. Makes the optimizer's state complete: what does not move is on the device.
+
+    Raises MemoryError if the pool cannot give ``arena_bytes(units)``.
+    """
+
+    def __init__(self, optimizer: Optimizer, units: list[Unit], accelerator: Accelerator, pool: HostPool) -> None:
+        self.optimizer = optimizer
+        self.units = units
+        self.nbytes = arena_bytes(units)
+        self._block = pool.alloc(self.nbytes) if units else None  # kept until the process ends
+        if units and self._block is None:
+            raise MemoryError(f"no {self.nbytes} bytes of host memory")
+        at = 0
+        for unit in units:
+            unit.start, host = at, self.host_bytes[at : at + unit.nbytes]
+            at += aligned(unit.nbytes)
+            unit.resting = shaped_like(accelerator.map_host(host).view(unit.dtype), unit.parameter)
+            mark_swap_tensor(unit.resting, accelerator)
+            host.zero_()  # by the host: nothing on the device has seen this memory yet
+        self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
+        for unit in units:
+            self._by_parameter.setdefault(unit.parameter, {})[unit.key] = unit
+        self.adopt()
+
+    @property
+    def host_bytes(self) -> torch.Tensor:
+        """All of it, flat uint8."""
+        assert self._block is not None
+        return self._block.tensor
+
+    def units_of(self, parameter: torch.Tensor) -> Mapping[str, Unit]:
+        return self._by_parameter.get(parameter, {})
+
+    def adopt(self) -> None:
+        """Put every unit's own tensor (back) in its place, keeping the values of what was there instead."""
+        for unit in self.units:
+            assert unit.resting is not None
+            if unit.key == MASTER:
+                found: Any = unit.parameter.data
+            else:
+                found = self.optimizer.state[unit.parameter].get(unit.key)
+            if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
+                unit.resting.copy_(found)
+            self.rest(unit)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                complete_state(self.optimizer, group, parameter)
+
+    def rest(self, unit: Unit) -> None:
+        assert unit.resting is not None
+        if unit.key == MASTER:
+            unit.parameter.data = unit.resting
+        else:
+            self.optimizer.state[unit.parameter][unit.key] = unit.resting
+
+    # ---- loading
+    def take_out(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[Unit, torch.Tensor | None]]]:
+        """``state_dict`` without the units, and the value given for each unit (None: none).
+
+        Torch would copy them to the device, all at once, on the way into the optimizer.
+        """
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        ours = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if len(saved) != len(ours):
+            return dict(state_dict), []  # the optimizer says better what is wrong
+        states = dict(state_dict["state"])
+        values: list[tuple[Unit, torch.Tensor | None]] = []
+        for number, parameter in zip(saved, ours, strict=True):
+            given = states.get(number)
+            units = {key: unit for key, unit in self.units_of(parameter).items() if key != MASTER}
+            values += [(unit, (given or {}).get(key)) for key, unit in units.items()]
+            if given is not None:
+                states[number] = {key: value for key, value in given.items() if key not in units}
+        return {**state_dict, "state": states}, values
+
+    def put_in(self, values: Iterable[tuple[Unit, torch.Tensor | None]]) -> None:
+        for unit, value in values:
+            assert unit.resting is not None
+            if value is None:
+                unit.resting.zero_()  # a parameter without state starts anew, as in torch
+            elif value.data_ptr() != unit.resting.data_ptr():
+                unit.resting.copy_(value)
+            self.rest(unit)
+        self.adopt()

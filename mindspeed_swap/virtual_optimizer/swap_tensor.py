@@ -1,0 +1,82 @@
+"""Tensors of the device whose memory is on the host: how to tell them, and how to read them.
+
+On CUDA and on the simulated device they can be copied and printed like any other. An NPU's driver refuses direct copies
+of them; there ``swap_tensor_copy_wrapper`` and ``swap_tensor_func_wrapper`` go through the device's kernels. Nothing
+of torch is patched here: who wants ``torch.Tensor.copy_`` wrapped assigns it.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.accelerator import Accelerator, get_accelerator
+
+# torch keeps one Python object per storage as long as the storage lives, so the mark is seen from every view of it.
+_MARK = "_mindspeed_swap_host_backed"
+_FUNCTIONS = ("detach", "cpu", "npu", "cuda", "clone")
+
+
+def mark_swap_tensor(tensor: torch.Tensor, accelerator: Accelerator) -> None:
+    """Tell it, and all its views, from other tensors of ``accelerator``."""
+    setattr(tensor.untyped_storage(), _MARK, accelerator)
+
+
+def _mark_of(tensor: torch.Tensor) -> Accelerator | None:
+    return getattr(tensor.untyped_storage(), _MARK, None) if tensor.layout is torch.strided else None
+
+
+def is_swap_tensor(tensor: Any) -> bool:
+    """True for a tensor of the virtual optimizer and its views, and for one marked ``swap_tensor`` by the user."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return getattr(tensor, "swap_tensor", False) or _mark_of(tensor) is not None
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain host tensor of the same values, with memory of its own. Waits until they are there."""
+    source = tensor.detach()
+    accelerator = _mark_of(source) or get_accelerator()
+    return accelerator.host_copy(_through_kernels(source) if is_swap_tensor(tensor) else source)
+
+
+def _through_kernels(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in ordinary device memory, by a kernel: what every driver allows."""
+    return torch.ones_like(tensor, memory_format=torch.contiguous_format).mul_(tensor)
+
+
+def swap_tensor_copy_wrapper(func: Callable) -> Callable:
+    """``copy_`` that also takes swapped tensors, as destination, source or both. Returns the destination."""
+
+    @functools.wraps(func)
+    def copy_(dst: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if is_swap_tensor(dst):
+            dst.fill_(1).mul_(src if src.device == dst.device else src.to(dst.device))
+        elif is_swap_tensor(src):
+            func(dst, _through_kernels(src), *args, **kwargs)
+        else:
+            func(dst, src, *args, **kwargs)
+        return dst
+
+    return copy_
+
+
+def swap_tensor_func_wrapper(org_func: Callable, func_type: str) -> Callable:
+    """``detach``, ``cpu``, ``npu``, ``cuda`` or ``clone`` that also takes swapped tensors. ValueError for others."""
+    if func_type not in _FUNCTIONS:
+        raise ValueError(f"func_type {func_type!r} not supported: one of {', '.join(_FUNCTIONS)}")
+
+    @functools.wraps(org_func)
+    def wrapped(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not is_swap_tensor(tensor):
+            return org_func(tensor, *args, **kwargs)
+        if func_type == "detach":
+            detached = org_func(tensor, *args, **kwargs)
+            detached.swap_tensor = True
+            return detached
+        plain = _through_kernels(tensor)
+        return plain.cpu() if func_type == "cpu" else plain
+
+    return wrapped

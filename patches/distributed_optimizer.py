@@ -1,0 +1,86 @@
+"""Hands the optimizers over as soon as Megatron has built them: state must be in its place before a checkpoint is loaded.
+
+Megatron without apex and Transformer Engine saves with the distributed optimizer but cannot load: it wants every
+parameter to have a step before there is state, gives all of them one step tensor, and then overwrites it with the one
+from before the load (or stops, in the format ``torch``). All are mended here: state exists from the start,
+``load_state_dict`` gives each parameter its own step, and nothing but ``load_state_dict`` sets it.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mindspeed_swap import runtime
+from mindspeed_swap.patches.registry import Patch
+
+# Lists of lists of fp32 main parameters that are copies, not views, of the model's: in the distributed optimizer, and
+# in the one without.
+_MASTERS = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers around a torch optimizer each; none for a rank without parameters."""
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    return [part for part in parts if isinstance(getattr(part, "optimizer", None), torch.optim.Optimizer)]
+
+
+def _masters(part: Any) -> Iterator[torch.Tensor]:
+    for name in _MASTERS:
+        for group in getattr(part, name, None) or ():
+            yield from (master for master in group if master is not None)
+
+
+def _get_megatron_optimizer(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+
+        optimizer = original(*args, **kwargs)
+        parts = _parts(optimizer)
+        virtual = runtime.get().virtual_optimizer(
+            parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+        )
+        virtual.attach([part.optimizer for part in parts], [m for part in parts for m in _masters(part)])
+        for part in parts:
+            # Megatron's own makes state that is missing, on the device.
+            part.init_state_fn = lambda *args: virtual.adopt()
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _state_dict(original: Any) -> Any:
+    """Of a rank whose shard of every parameter is empty: it has no step to show, and plain Megatron stops there."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = getattr(self, "optimizer", None)
+        if inner is None or any(group["params"] for group in inner.param_groups):
+            return original(self, *args, **kwargs)
+        steps = [group["step"] for group in inner.param_groups if "step" in group]
+        inner.state["no parameters"] = {"step": torch.tensor(float(steps[0] if steps else 0))}
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del inner.state["no parameters"]
+
+    return state_dict
+
+
+def _set_main_param_and_optimizer_states(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
+        return original(self, model_param, {**tensors, "step": None})  # None: leave it
+
+    return set_states
+
+
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+PATCHES: list[Patch] = [
+    ("megatron.core.optimizer.get_megatron_optimizer", _get_megatron_optimizer),
+    (f"{_DISTRIBUTED}.state_dict", _state_dict),
+    (f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _set_main_param_and_optimizer_states),
+]

@@ -1,0 +1,162 @@
+"""The table of what goes together. Errors and warnings are tested here; what works is trained by tests/layouts."""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.patches import arguments, compat
+from mindspeed_swap.patches.compat import COMPAT, FEATURES, Feature, NotTested, Refused, Works
+
+LAYOUTS = Path(__file__).parents[1] / "layouts"
+
+# What a user types for each feature (with what Megatron needs beside it), and what of it our messages name.
+TYPED = {
+    compat.RECOMPUTE_SELECTIVE: ("--recompute-granularity selective", "--recompute-granularity selective"),
+    compat.RECOMPUTE_FULL: (
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "--recompute-granularity full",
+    ),
+    compat.FINE_GRAINED_OFFLOAD: ("--fine-grained-activation-offloading", "--fine-grained-activation-offloading"),
+    compat.LAYER_OFFLOAD: ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers"),
+    compat.OPTIMIZER_OFFLOAD: ("--optimizer-cpu-offload --use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+    compat.CUDA_GRAPHS: ("--cuda-graph-impl local", "--cuda-graph-impl local"),
+    compat.COMBINED_1F1B: ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm"),
+    compat.FSDP: ("--use-megatron-fsdp", "--use-megatron-fsdp"),
+    compat.LOW_PRECISION: ("--fp8-format hybrid", "--fp8-format"),
+    compat.CONTEXT_PARALLEL: ("--context-parallel-size 2", "--context-parallel-size"),
+    compat.TRANSFORMER_ENGINE: ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+}
+# Other names of the same.
+ALSO_TYPED = {
+    compat.RECOMPUTE_SELECTIVE: [("--recompute-activations", "--recompute-activations")],
+    compat.CUDA_GRAPHS: [
+        ("--enable-cuda-graph", "--enable-cuda-graph"),
+        ("--external-cuda-graph", "--external-cuda-graph"),
+        ("--cuda-graph-impl full_iteration", "--cuda-graph-impl full_iteration"),
+    ],
+    compat.FSDP: [("--use-torch-fsdp2", "--use-torch-fsdp2")],
+    compat.LOW_PRECISION: [("--fp4-format e2m1", "--fp4-format")],
+}
+# The layouts of tests/layouts that show that a cell "works".
+SHOWN_BY = {
+    ("--smart-swap", compat.RECOMPUTE_SELECTIVE): ["recompute_core_attn", "recompute_mlp", "recompute_layernorm"],
+    ("--smart-swap", compat.RECOMPUTE_FULL): ["recompute_block", "recompute_uniform"],
+    ("--smart-swap", compat.OPTIMIZER_OFFLOAD): ["optimizer_offload"],
+}
+
+# Parses each line of arguments with Megatron's own parser, and reports what its features and our check say.
+PROGRAM = """
+import json, sys
+import mindspeed_swap.megatron_adaptor
+from megatron.training import arguments as megatron
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.patches import compat
+answers = []
+for line in json.loads(sys.argv[1]):
+    sys.argv[1:] = line.split()
+    args = megatron.parse_args()
+    if args.transformer_impl == "transformer_engine" and "--transformer-impl" not in line:
+        args.transformer_impl = "local"  # the default, which is not what the line is about
+    found = {feature.title: feature.in_use(args) for feature in compat.FEATURES}
+    try:
+        megatron.validate_args(args)
+    except SettingError as error:
+        refused = str(error)
+    except BaseException:  # Megatron's own: the line is not a whole run
+        refused = ""
+    else:
+        refused = ""
+    answers.append([found, refused, compat.untested(args)])
+print(json.dumps(answers))
+"""
+
+
+def lines() -> list[tuple[Feature, str, str]]:
+    return [
+        (feature, typed, named)
+        for feature in FEATURES
+        for typed, named in [TYPED[feature], *ALSO_TYPED.get(feature, [])]
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list:
+    """Of every line, with each of our flags in front of it: (features in use, error text, warnings)."""
+    pytest.importorskip("megatron.training")
+    asked = [f"{ours} {typed}" for ours in COMPAT for _, typed, _ in lines()]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP")}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(asked)],
+        env=clean | {"PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_cell_as_the_table_says(answers):
+    cells = [(ours, *line) for ours in COMPAT for line in lines()]
+    for (ours, feature, _, named), (found, refused, untested) in zip(cells, answers, strict=True):
+        assert {title: flag for title, flag in found.items() if flag} == {feature.title: named}
+        cell = COMPAT[ours][feature]
+        if isinstance(cell, Refused):
+            assert refused.startswith(f"{ours} cannot be used with {named}: {cell.why}; ")
+            assert refused.endswith(cell.remedy or f"remove {named}")
+        else:
+            assert refused == ""
+        expected = [f"{ours} with {named} is not tested: compare the losses of some steps with a run without {ours}"]
+        assert untested == (expected if isinstance(cell, NotTested) else [])
+
+
+def test_every_flag_has_every_cell():
+    for row in COMPAT.values():
+        assert set(row) == set(FEATURES)
+    assert set(TYPED) == set(FEATURES)
+
+
+def test_what_works_is_trained_somewhere(monkeypatch):
+    monkeypatch.syspath_prepend(LAYOUTS)
+    from layouts import LAYOUTS as trained
+
+    works = {(ours, feature) for ours, row in COMPAT.items() for feature in row if isinstance(row[feature], Works)}
+    assert works == set(SHOWN_BY)
+    for (_, feature), names in SHOWN_BY.items():
+        for name in names:
+            flag = TYPED[feature][1]
+            assert flag in " ".join(trained[name].flags)
+
+
+def test_only_what_could_not_be_run_is_not_tested():
+    for row in COMPAT.values():
+        untested = {feature for feature, cell in row.items() if isinstance(cell, NotTested)}
+        assert untested <= {compat.FSDP, compat.LOW_PRECISION, compat.CONTEXT_PARALLEL, compat.TRANSFORMER_ENGINE}
+
+
+def test_all_errors_at_once():
+    args = argparse.Namespace(
+        smart_swap=True, fine_grained_activation_offloading=True, overlap_moe_expert_parallel_comm=True
+    )
+    with pytest.raises(SettingError) as error:
+        arguments.check(args)
+    first, second = str(error.value).splitlines()
+    assert "--fine-grained-activation-offloading" in first and "--overlap-moe-expert-parallel-comm" in second
+
+
+def test_without_a_flag_of_ours_nothing_is_refused():
+    arguments.check(argparse.Namespace(smart_swap=False, fine_grained_activation_offloading=True))
+
+
+def test_the_table_for_the_documentation():
+    head, rule, *rows = compat.markdown().splitlines()
+    assert head == "| Megatron | `--smart-swap` |"
+    assert rule == "|---|---|"
+    assert len(rows) == len(FEATURES)
+    assert "| full recompute | works: the inputs of the recomputed layers are swapped |" in rows
+    assert "| FSDP | not tested |" in rows
+    assert any(row.startswith("| CUDA graphs | error: ") for row in rows)
