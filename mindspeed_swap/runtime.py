@@ -82,7 +82,8 @@ class Runtime:
     def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
         """One training step. What it did decides how the next one of the same shape runs."""
         assert self.shapes is not None
-        self.shapes.begin(microbatches, self.pool.budget_bytes - self.pool.used_bytes)
+        capacity = self._accelerator.memory().capacity_bytes
+        self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
         self._in_optimizer = False

@@ -29,7 +29,8 @@ class Shapes:
         self._capacity, self._policy, self._saved = capacity_bytes, policy, dict(saved or {})
         self._searches: dict[Shape, SmartSwap] = {}
         self._shape: Shape = (0, _UNKNOWN)
-        self._sized = self._planned = False
+        self._sized = False
+        self._host_bytes = 0
         self.current = SmartSwap(capacity_bytes, policy)
         for plan in self._saved.values():
             peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
@@ -39,9 +40,10 @@ class Shapes:
                     f"{format_bytes(capacity_bytes)}: search again without --swap-plan"
                 )
 
-    def begin(self, microbatches: int, host_bytes: int) -> SmartSwap:
-        """A step begins; ``host_bytes`` are to be had for swap."""
-        self._sized = False
+    def begin(self, microbatches: int, capacity_bytes: int, host_bytes: int) -> SmartSwap:
+        """A step begins. Of the device there are ``capacity_bytes`` (scripts change that late), and for swap
+        ``host_bytes`` of the host."""
+        self._sized, self._capacity = False, capacity_bytes
         self._host_bytes = int(max(0, host_bytes) * (1 - HOST_SLACK_SHARE))
         return self._choose((microbatches, self._shape[1]))
 
@@ -69,7 +71,7 @@ class Shapes:
         search = self._searches.get(shape)
         if search is None:
             search = self._searches[shape] = self._new(shape)
-        search.steps, search.host_bytes = self.current.steps, self._host_bytes
+        search.steps, search.capacity_bytes, search.host_bytes = self.current.steps, self._capacity, self._host_bytes
         self._shape, self.current = shape, search
         return search
 

@@ -173,7 +173,7 @@ def test_trimmed_to_the_host_is_said_once(capsys):
     it = search({"target_mode": True, "target_memory": 0}, 10 * peak(TRACE), host_bytes=64 * MIB)
     settle(it, TRACE)
     assert capsys.readouterr().out.count("trimmed from") == 1
-    assert 0 < it.plan.swap_bytes and it.next_step().host_bytes <= 64 * MIB
+    assert it.plan.swap_bytes > 0 and it.next_step().host_bytes <= 64 * MIB
 
 
 # ---- among peers
