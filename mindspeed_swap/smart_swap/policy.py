@@ -9,7 +9,7 @@ from mindspeed_swap.errors import SettingError
 from mindspeed_swap.smart_swap.knobs import AUTO, KNOBS, SwapPolicyPref
 from mindspeed_swap.units import MIB, format_bytes
 
-# Room that AUTO leaves below the capacity: what a step needs varies by a little from one to the next.
+# Room that AUTO leaves below the device or the target: what a step needs varies by a little from one to the next.
 RESERVE_SHARE = 0.02
 # Tries that AUTO makes at most before the best one measured is kept.
 MAX_TRIES = 8
@@ -73,19 +73,14 @@ class Policy:
         """How many plans are tried. None: as long as they gain."""
         return None if self.stable_step is None else self.stable_step - self.warmup_step
 
-    def reserve(self, capacity: int) -> int:
-        return int(capacity * RESERVE_SHARE) if self.redundant_memory is None else self.redundant_memory
-
     def targets(self, capacity: int, peak: int) -> tuple[int, int]:
-        """(peak to stay under, the same without the caution of AUTO); ``peak`` is that of a step without swap."""
-        soft = capacity - self.reserve(capacity)
-        hard = capacity if self.redundant_memory is None else soft
-        asked = capacity
+        """(peak to plan for, peak that must not be exceeded); ``peak`` is that of a step without swap."""
+        most = capacity - (self.redundant_memory or 0)
         if self.target_memory:
-            asked = self.target_memory
+            most = min(most, self.target_memory)
         elif self.reduction_memory:
-            asked = peak - self.reduction_memory
-        return min(soft, asked), min(hard, asked)
+            most = min(most, peak - self.reduction_memory)
+        return (int(most * (1 - RESERVE_SHARE)) if self.redundant_memory is None else most), most
 
     @property
     def line(self) -> str:

@@ -20,13 +20,15 @@ from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
-from mindspeed_swap.smart_swap.policy import MAX_TRIES, Policy
+from mindspeed_swap.smart_swap.policy import MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
+# How often the room is enlarged for one try before its plan is taken to be the only one. AUTO doubles it each time.
+ROOM_TRIES = 3
 # By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
 SPREAD_STEPS = 32
 
@@ -213,8 +215,8 @@ class SmartSwap:
         planned = Planned(None)
         if self.peers.leader or not facts.together:
             # The reserve and what tries have added are caution, not need: without is still better than not at all.
-            spread = max(self._saved_bytes) - min(self._saved_bytes) - self.policy.reserve(self.capacity_bytes)
-            extra = max(self._extra_bytes, spread)
+            spread = max(self._saved_bytes) - min(self._saved_bytes)
+            extra = max(self._extra_bytes, spread - (hard - soft))
             budgets = sorted({soft - extra + shift, soft + shift, hard + shift})
             host = None if self.host_bytes is None else int(-facts.host_missing)
             planned = make_plan(trace, self.policy, budgets, host)
@@ -273,12 +275,12 @@ class SmartSwap:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
         tried = [each.plan.swaps for each in self.tries]
-        for _ in range(MAX_TRIES):
+        for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room
                 # (fragments). By how much, the evicted bytes do not say: one that comes back pushes out the next.
-                reserve, more = self.policy.reserve(self.capacity_bytes), self.policy.adjust_memory
-                self._extra_bytes += reserve + self._extra_bytes if more is None else more
+                more = self.policy.adjust_memory
+                self._extra_bytes += self._reserve() + self._extra_bytes if more is None else more
             self._extra_bytes += int(facts.over)
             try:
                 self._replan(trace, facts)
@@ -289,6 +291,11 @@ class SmartSwap:
             if not facts.trouble:
                 return False
         return False
+
+    def _reserve(self) -> int:
+        """Room that was left so far: what AUTO adds after trouble."""
+        soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
+        return hard - soft or int(hard * RESERVE_SHARE)
 
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:

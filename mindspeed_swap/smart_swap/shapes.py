@@ -78,8 +78,10 @@ class Shapes:
     def _new(self, shape: Shape) -> SmartSwap:
         plan = self._saved.get(shape)
         if plan is None:
-            if self._searches:
-                tell(f"smart-swap: from step {self.current.steps + 1} on {_text(shape)}: planned anew")
+            if self._searches and shape[1] == self._shape[1]:
+                tell(f"smart-swap: {shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
+            elif self._searches:
+                tell(f"smart-swap: {_text(shape)} from step {self.current.steps + 1} on: planned anew")
             return SmartSwap(self._capacity, self._policy, self.peers, _name(shape))
         tell(f"smart-swap: plan of the file: {format_bytes(plan.swap_bytes)} in {len(plan.swaps)} tensors, no search")
         return SmartSwap.from_plan(
@@ -101,4 +103,4 @@ def _name(shape: Shape) -> int:
 
 
 def _text(shape: Shape) -> str:
-    return f"{shape[0]} microbatches" + (f" of size class {shape[1]}" if shape[1] != _UNKNOWN else "")
+    return f"{shape[0]} microbatches of size class {shape[1]}"

@@ -21,8 +21,8 @@ class SwapPolicyConfig:
         self.op_diff_thresh = 0.05
 
         # ---- how much: the least of what follows is the target for the peak of a step
-        # Bytes left free below the device, or below MINDSPEED_SWAP_DEVICE_CAPACITY: steps differ a little.
-        # AUTO: 2 % of it, less where there is no other way.
+        # Bytes left free of the device, or of MINDSPEED_SWAP_DEVICE_CAPACITY: steps differ a little.
+        # AUTO: 2 % of it (of the target, where that is lower), less where there is no other way.
         self.redundant_memory = AUTO
         # Bytes added to that after a try that ran out of memory all the same. AUTO: as much as there was.
         self.adjust_memory = AUTO

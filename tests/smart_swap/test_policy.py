@@ -116,21 +116,22 @@ def test_bandwidths_given_are_planned_with():
     [
         ({}, (9800, 10000)),
         ({"redundant_memory": 3000}, (7000, 7000)),
-        ({"reduction_memory": 2000}, (6000, 6000)),
-        ({"target_mode": True, "target_memory": 5000}, (5000, 5000)),
+        ({"reduction_memory": 2000}, (5880, 6000)),
+        ({"target_mode": True, "target_memory": 5000}, (4900, 5000)),
         ({"target_mode": True, "target_memory": 50000}, (9800, 10000)),
-        ({"target_mode": True, "reduction_memory": 2000, "target_memory": 9000}, (9000, 9000)),
+        ({"target_mode": True, "reduction_memory": 2000, "target_memory": 9000}, (8820, 9000)),
         ({"reduction_memory": 2000, "target_memory": 1000, "redundant_memory": 5000}, (5000, 5000)),
+        ({"reduction_memory": 2000, "redundant_memory": 0}, (6000, 6000)),
     ],
 )
 def test_targets(settings, expected):
-    """Device of 10000, step without swap 8000. (With the reserve given up in the second figure.)"""
+    """Device of 10000, step without swap 8000. (The second one is what must not be exceeded.)"""
     assert Policy.of(settings).targets(10000, 8000) == expected
 
 
 def test_the_target_of_the_command_line_goes_before_the_file():
     policy = Policy.of({"reduction_memory": 7}).with_target(5000)
-    assert policy.targets(10000, 8000) == (5000, 5000)
+    assert policy.targets(10000, 8000) == (4900, 5000)
     assert Policy().with_target(0).moves_all
 
 

@@ -10,7 +10,7 @@ from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.policy import MAX_TRIES
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 
-SHAPE = Shape(layers=6)
+SHAPE = Shape(layers=4)
 
 
 def peak(trace):
@@ -68,7 +68,7 @@ def test_what_eviction_needs_last_comes_from_the_recorded_order():
     trace = megatron_trace(SHAPE)
     order = warmed_up(tight(trace)).next_step().read_order
     first_layer = [order[r.key] for r in trace.saved if r.key.layer == 1 and r.key in order]
-    last_layer = [order[r.key] for r in trace.saved if r.key.layer == 6 and r.key in order]
+    last_layer = [order[r.key] for r in trace.saved if r.key.layer == SHAPE.layers and r.key in order]
     assert min(first_layer) > max(last_layer)
 
 
