@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("megatron.training")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "layouts"))
-from layout_runs import Trainer, prepare_text  # noqa: E402
-from layouts import LAYOUTS  # noqa: E402
+from layout_runs import Trainer, prepare_text
+from layouts import LAYOUTS
 
-from mindspeed_swap.units import GIB  # noqa: E402
+from mindspeed_swap.units import GIB
 
 ONE = LAYOUTS["one"]
 LEVELS = [0.9, 0.8, 0.7, 0.6, 0.5]
