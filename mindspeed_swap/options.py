@@ -21,9 +21,9 @@ class Options:
     smart_swap: bool
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
-    virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
     layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
+    virtual_optimizer: VirtualOptions | None = None
     policy: Policy = Policy()
     plan_file: str | None = None
     plan_save: str | None = None
@@ -55,7 +55,7 @@ class Options:
             if settings.get("save_policy"):
                 save = save or str(Path(folder) / "plan.{rank}.json")
         return cls(
-            args.smart_swap, args.swap_host_memory, report, virtual_options(args), model, layout, policy,
+            args.smart_swap, args.swap_host_memory, report, model, layout, virtual_options(args), policy,
             args.swap_plan, save,
         )  # fmt: skip
 

@@ -209,15 +209,14 @@ class SmartSwap:
     def _replan(self, trace: StepTrace, facts: _Facts) -> None:
         """Raises NoPlan. Where peers are together, the leader plans for the one that lacks most."""
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
-        self.target_bytes = soft
+        spread = max(self._saved_bytes) - min(self._saved_bytes)
+        self.target_bytes = min(soft, hard - spread)
         # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
         shift = int(min(0.0, (self.peak_bytes - soft) - self._excess)) if facts.together else 0
         planned = Planned(None)
         if self.peers.leader or not facts.together:
             # The reserve and what tries have added are caution, not need: without is still better than not at all.
-            spread = max(self._saved_bytes) - min(self._saved_bytes)
-            extra = max(self._extra_bytes, spread - (hard - soft))
-            budgets = sorted({soft - extra + shift, soft + shift, hard + shift})
+            budgets = sorted({each + shift for each in (self.target_bytes - self._extra_bytes, soft, hard)})
             host = None if self.host_bytes is None else int(-facts.host_missing)
             planned = make_plan(trace, self.policy, budgets, host)
         if facts.together:

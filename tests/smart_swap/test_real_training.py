@@ -2,17 +2,14 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-pytest.importorskip("megatron.training")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "layouts"))
 from layout_runs import Trainer, prepare_text
 from layouts import LAYOUTS
 
 from mindspeed_swap.units import GIB
+
+pytest.importorskip("megatron.training")
 
 ONE = LAYOUTS["one"]
 LEVELS = [0.9, 0.8, 0.7, 0.6, 0.5]

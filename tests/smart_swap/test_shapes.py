@@ -44,7 +44,7 @@ class Training:
         self.losses: list[torch.Tensor] = []
         self.runtime: Runtime | None = None
         if policy is not None:
-            options = Options(True, None, None, None, "model=test", policy=policy)
+            options = Options(True, None, None, "model=test", policy=policy)
             self.runtime = Runtime(options, 256 << 20)
 
     def forward(self, tokens: int, share: float) -> torch.Tensor:
