@@ -88,7 +88,10 @@ class Runtime:
         self._microbatches.clear()
         self._in_optimizer = False
         self.manager.movable.keep_on_device(_static_tensors(models))
-        self._order(self.manager.begin_step)
+        if self.shapes.vary:
+            self.manager.begin_step()
+        else:
+            self._order(self.manager.begin_step)
         self.in_step = True
         try:
             yield

@@ -2,7 +2,8 @@
 
 A shape is (microbatches per step, size class of what enters the first layer): batch size ramp-up changes the one, other
 sequence lengths the other. Until its first layer runs, a step is taken to be like the one before. What varies within a
-shape (the tokens of an expert) moves as it is, whatever size was planned with.
+shape (the tokens of an expert) moves as it is, whatever size was planned with. Once sizes have been seen to vary, a step
+has no plan before its first layer: what little is saved until then would follow that of another shape.
 """
 from __future__ import annotations
 
@@ -47,15 +48,20 @@ class Shapes:
         self._host_bytes = int(max(0, host_bytes) * (1 - HOST_SLACK_SHARE))
         return self._choose((microbatches, self._shape[1]))
 
+    @property
+    def vary(self) -> bool:
+        """Steps of several sizes have been met."""
+        return len({size for _, size in self._searches} - {_UNKNOWN}) > 1
+
     def meet(self, nbytes: int) -> bool:
-        """A layer gets a tensor of so many bytes. True if the step is of another shape than ``current`` is for."""
+        """A layer gets a tensor of so many bytes. True if the plan of ``current`` begins here."""
         if self._sized:
             return False
-        self._sized = True
+        self._sized, varied = True, self.vary
         microbatches, before = self._shape
         shape = microbatches, size_class(nbytes)
         if shape == self._shape:
-            return False
+            return varied
         if before == _UNKNOWN:  # the very first step
             del self._searches[self._shape]
             if shape not in self._saved:
