@@ -1,9 +1,9 @@
 """Shapes: a search of its own for every shape that a step can have. Pure; imports no torch.
 
-A shape is (microbatches per step, size class of what enters the first layer): batch size ramp-up changes the one, other
-sequence lengths the other. Until its first layer runs, a step is taken to be like the one before. What varies within a
-shape (the tokens of an expert) moves as it is, whatever size was planned with. Once sizes have been seen to vary, a step
-has no plan before its first layer: what little is saved until then would follow that of another shape.
+A shape is (microbatches per step, size class of what enters the first layer): batch size ramp-up changes the one,
+other sequence lengths the other. Until its first layer runs, a step is taken to be like the one before; once sizes have
+been seen to vary, it has no plan before that: what little is saved until then would follow that of another shape. What
+varies within a shape (the tokens of an expert) moves as it is, whatever size was planned with.
 """
 from __future__ import annotations
 
