@@ -73,7 +73,7 @@ def test_case_26_torch_tensor_is_untouched():
         before = {n: getattr(torch.Tensor, n) for n in names}, {n: getattr(torch, n) for n in dir(torch)}
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, None, "m"))
+        adaptor.activate(Options(True, None, None, "m"))
         assert all(getattr(torch.Tensor, n) is v or getattr(torch.Tensor, n) == v for n, v in before[0].items())
         assert [n for n in dir(torch.Tensor) if n not in before[0]] == []
         assert all(getattr(torch, n) is v for n, v in before[1].items())
@@ -105,8 +105,8 @@ def test_activating_installs_the_rest_and_remove_undoes_all():
     before = snapshot()
     import mindspeed_swap.megatron_adaptor as adaptor
     from mindspeed_swap.options import Options
-    adaptor.activate(Options(True, None, None, None, "m"))
-    adaptor.activate(Options(True, None, None, None, "m"))
+    adaptor.activate(Options(True, None, None, "m"))
+    adaptor.activate(Options(True, None, None, "m"))
     during = snapshot()
     print(sorted({key[-1] for key in before if during[key] is not before[key]}))
     adaptor.remove()
@@ -174,7 +174,7 @@ def test_more_host_memory_than_the_node_has_is_an_error_before_anything_is_alloc
         """
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, 1e9, None, None, "m"))
+        adaptor.activate(Options(True, 1e9, None, "m"))
         """,
         MINDSPEED_SWAP_DEVICE="cuda",
     )
@@ -187,7 +187,7 @@ def test_a_device_that_does_not_exist_is_an_error():
         """
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, None, "m"))
+        adaptor.activate(Options(True, None, None, "m"))
         """,
         MINDSPEED_SWAP_DEVICE="tpu",
     )
@@ -202,7 +202,7 @@ def test_no_device_at_all_is_an_error_that_says_how_to_simulate_one():
         torch.cuda.device_count = lambda: 0
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, None, "m"))
+        adaptor.activate(Options(True, None, None, "m"))
         """
     )
     assert done.returncode != 0
