@@ -26,13 +26,15 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.writer import ReportWriter
+from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.units import format_bytes
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
+_MORE_ROOM = "give the device more room, make a microbatch smaller or recompute a part"
 
 
 class Runtime:
@@ -80,6 +82,9 @@ class Runtime:
         self.in_step = True
         try:
             yield
+        except torch.OutOfMemoryError:
+            say(self._why_out_of_memory(), every_rank=True)
+            raise
         finally:
             self.in_step = False
         _end_if_terminated()
@@ -87,9 +92,7 @@ class Runtime:
         try:
             changed = self.smart_swap.after_step(stats, trace)
         except Infeasible as error:
-            raise SettingError(
-                f"--smart-swap: {error}; give the device more room, make a microbatch smaller or recompute a part"
-            ) from None
+            raise SettingError(f"--smart-swap: {error}; {_MORE_ROOM}") from None
         if changed:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
@@ -131,6 +134,15 @@ class Runtime:
         return self._virtual
 
     # ---- the rest
+    def _why_out_of_memory(self) -> str:
+        """The allocator's message knows nothing of what was tried, nor of our settings."""
+        search, stats = self.smart_swap, self.manager.stats
+        text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
+        if stats.host_full:
+            return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
+        floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
+        return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
+
     def _new_search(self) -> SmartSwap:
         return SmartSwap(self._accelerator.memory().capacity_bytes)
 
@@ -210,6 +222,8 @@ def start(options: Options) -> None:
     """
     global _options, _host_budget_bytes
     prepare_device(options.names)
+    if options.report_dir:
+        check_directory(options.report_dir)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)
     _options, _host_budget_bytes = options, budget.per_rank_bytes
