@@ -50,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", metavar="FILE", help="the page (default: DIR/report.html); pictures go beside it")
     report.add_argument("--run", dest="run_id", metavar="ID", help="which run, if DIR holds files of several")
     report.set_defaults(run=_report)
+    what_if = commands.add_parser("what-if", help="predicted step time against memory, from a recorded step")
+    what_if.add_argument("path", metavar="DIR|TRACE", help="the folder given to --swap-report-dir, or a step_trace.json")
+    what_if.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="peaks to plan for, such as 30GiB")
+    what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
+    what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")
+    what_if.set_defaults(run=_what_if)
     return parser
 
 
@@ -57,6 +63,12 @@ def _report(args: argparse.Namespace) -> int:
     from mindspeed_swap.report.command import make_report
 
     return make_report(args.dir, args.out, args.run_id)
+
+
+def _what_if(args: argparse.Namespace) -> int:
+    from mindspeed_swap.report.what_if import what_if
+
+    return what_if(args.path, args.budgets, args.host_memory, args.picture)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,9 +14,9 @@ class Options:
     smart_swap: bool
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
-    virtual_optimizer: VirtualOptions | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
     layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
+    virtual_optimizer: VirtualOptions | None = None
 
     @property
     def any(self) -> bool:
@@ -32,10 +32,9 @@ class Options:
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Options:
         """Raises SettingError on values that cannot be."""
-        virtual = virtual_options(args)
         layout = {name: getattr(args, name, None) for name in _SHAPES}
         model = " ".join(f"{name}={value}" for name, value in layout.items())
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, virtual, model, layout)
+        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, model, layout, virtual_options(args))
 
 
 _SHAPES = (

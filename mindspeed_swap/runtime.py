@@ -77,7 +77,7 @@ class Runtime:
         order = self.smart_swap.next_step()
         trace = self._new_trace(optimizer) if order.record else None
         if order.plan is not None:
-            self.pool.reserve(order.plan.swap_bytes)
+            self.pool.reserve(self.pool.used_bytes + order.plan.swap_bytes)  # used now: by the virtual optimizer
         self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
         self.in_step = True
         try:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )  # fmt: skip
     group.add_argument(
         "--virtual-optimizer", nargs="+", default=None, metavar="GB",
-        help="Adam's moments in host memory: all, or GB of 1024^3 bytes per rank: for all pipeline stages or each.",
+        help="Adam's moments in host memory: all, or GB (1024^3 bytes) per rank, one for all pipeline stages or each.",
     )  # fmt: skip
     group.add_argument(
         "--virtual-optimizer-mode", choices=MODES, default="auto",

@@ -115,7 +115,7 @@ FEATURES = (
 
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
-# A new flag of ours is a new row. How two flags of ours go together, a Feature says that the later row has besides.
+# A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together.
 COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),

@@ -1,4 +1,4 @@
-"""Hands the optimizers over as soon as Megatron has built them: state must be in its place before a checkpoint is loaded.
+"""Hands the optimizers over as soon as Megatron has built them: state must be in place before a checkpoint is loaded.
 
 Megatron without apex and Transformer Engine saves with the distributed optimizer but cannot load: it wants every
 parameter to have a step before there is state, gives all of them one step tensor, and then overwrites it with the one

@@ -6,7 +6,7 @@
 #
 # From the environment: LAYERS HIDDEN FFN HEADS SEQ MBS GBS ITERS SEED, NPROC (ranks), TP, PP,
 # DATA (a prefix of .bin/.idx, or "mock"; default: English prose that Python ships), PYTHON, and what no flag can take
-# back: SAMPLES (train for so many, in place of ITERS steps; batch size ramp-up needs it), PRECISION (bf16, fp32), DIST_OPT=0 (no distributed optimizer), GRADIENT_FUSION=1 (gradient accumulation fusion,
+# back: BATCH_SCHEDULE (in place of GBS, as --step-batch-size-schedule has it), PRECISION (bf16, fp32), DIST_OPT=0 (no distributed optimizer), GRADIENT_FUSION=1 (gradient accumulation fusion,
 # where its kernel is installed). CAPACITIES="400MiB 300MiB" caps each rank by its own, in place of
 # MINDSPEED_SWAP_DEVICE_CAPACITY: pipeline stages need different memory.
 set -euo pipefail
@@ -38,7 +38,11 @@ case ${PRECISION:-bf16} in
   fp32) ;;
   *) echo "PRECISION=$PRECISION: expected bf16 or fp32" >&2; exit 2 ;;
 esac
-if [ -n "${SAMPLES:-}" ]; then optional+=(--train-samples "$SAMPLES"); else optional+=(--train-iters "$iters"); fi
+if [ -n "${BATCH_SCHEDULE:-}" ]; then
+  optional+=(--step-batch-size-schedule "$BATCH_SCHEDULE")
+else
+  optional+=(--global-batch-size "${GBS:-16}")
+fi
 [ "${DIST_OPT:-1}" = 0 ] || optional+=(--use-distributed-optimizer)
 [ "${GRADIENT_FUSION:-0}" = 1 ] || optional+=(--no-gradient-accumulation-fusion)
 
@@ -51,7 +55,7 @@ command=("$python" "$here/pretrain_gpt.py"
   --tensor-model-parallel-size "${TP:-1}" --pipeline-model-parallel-size "${PP:-1}"
   --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
   --attention-dropout 0 --hidden-dropout 0
-  --micro-batch-size "${MBS:-16}" --global-batch-size "${GBS:-16}"
+  --micro-batch-size "${MBS:-16}" --train-iters "$iters"
   --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
   --log-interval 1 --eval-interval 1000000 --eval-iters 0 --split 100,0,0 --num-workers 0 --seed "${SEED:-1234}"
   --tokenizer-type NullTokenizer --vocab-size 256 "${data_args[@]}" "$@")

@@ -18,14 +18,14 @@ from mindspeed_swap.core.scene import Stage
 from mindspeed_swap.core.windows import RangeMin, link_rates
 
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
-SEARCH_WORK = 100_000
+SEARCH_WORK = 40_000
 # Sets of modules tried per target: at least, and one in so many tries.
 FEWEST_SETS, TRIES_PER_SET = 2, 20
 # What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
 # still missing shows, and the next module may be of a kind that costs far more.
 FIRST_PACE = 0.9
 # With fewer tries there is no search.
-FEWEST_TRIES = 20
+FEWEST_TRIES = 10
 # Points visited by dropping single tensors, per target.
 PRUNE_WORK = 4_000_000
 # A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.

@@ -1,25 +1,43 @@
-"""Explain: a plan in sentences, one per group of tensors that it treats alike. Pure; imports no torch."""
+"""Explain: a plan in sentences, one per group of tensors or modules that it treats alike. Pure; imports no torch."""
 from __future__ import annotations
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.simulate import memory_curve, simulate
-from mindspeed_swap.core.trace import OUTSIDE, SavedRecord, StepTrace
+from mindspeed_swap.core.recompute import Module
+from mindspeed_swap.core.simulate import memory_curve, recomputed, simulate
+from mindspeed_swap.core.trace import OUTSIDE, Key, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
 
 
 def explain(trace: StepTrace, plan: Plan) -> list[str]:
-    """One line per phase, then one per site (chunk and ordinal, across layers and microbatches), most bytes first: what
-    happens to it, why, what that costs (ms of wait) and frees (bytes of one step, bytes at the peak). Raises ValueError
-    when the plan is not one for this trace."""
+    """One line per phase, one per kind of recomputed module, then one per site (chunk and ordinal, across layers and
+    microbatches), most bytes first: what happens to it, why, what that costs (ms) and frees (bytes of one step, bytes
+    at the peak). Raises ValueError when the plan is not one for this trace."""
     outcome = simulate(trace, plan)
     keep = memory_curve(trace, ())
     lines: list[str] = []
     for phase, peak in outcome.peak_bytes.items():
         plain = max(v for v, p in zip(keep, trace.points, strict=True) if p.position.phase == phase)
-        note = ", untouched by the plan" if plan.swaps and plain == peak else ""
+        note = ", untouched by the plan" if (plan.swaps or plan.recomputes) and plain == peak else ""
         above = f", {format_bytes(peak - plan.budget_bytes)} ABOVE the budget" if peak > plan.budget_bytes else ""
         lines.append(f"phase {phase}: peak {format_bytes(plain)} -> {format_bytes(peak)}{note}{above}")
+    kinds: dict[tuple[int, str], list[Module]] = {}
+    again: set[Key] = set()  # freed by recompute
+    for module in recomputed(trace, plan):
+        kinds.setdefault((module.record.key.chunk, module.record.key.name), []).append(module)
+        again.update(trace.saved[number].key for number in module.frees)
+    for (chunk, name), modules in sorted(kinds.items()):
+        layers = _ranges(sorted({module.record.key.layer for module in modules}))
+        spent = sum(module.record.forward_ms for module in modules)
+        lines.append(
+            f"recompute {len(modules)} calls of {name}, chunk {chunk}, layers {layers}; compute takes {spent:.1f} ms "
+            f"more, frees {format_bytes(sum(module.freed_bytes for module in modules))}"
+        )
+    if plan.prediction and plan.prediction.faster_recompute_ms is not None:
+        lines.append(
+            f"recomputing everything would fit and be faster: {plan.prediction.faster_recompute_ms:.1f} ms a step "
+            f"against {outcome.step_ms:.1f}"
+        )
     swapped = {swap.key for swap in plan.swaps}
     waits: dict[tuple[int, ...], float] = {}
     for stall in outcome.stalls:
@@ -29,6 +47,9 @@ def explain(trace: StepTrace, plan: Plan) -> list[str]:
         groups.setdefault((record.key.chunk, record.key.layer == OUTSIDE, record.key.ordinal), []).append(record)
     at_peak = keep.index(max(keep))
     for (chunk, outside, ordinal), records in sorted(groups.items(), key=lambda g: (-_total(g[1]), g[0])):
+        records = [record for record in records if record.key not in again]
+        if not records:
+            continue
         gone = [record for record in records if record.key in swapped]
         site = f"{'outside the layers' if outside else 'layers'}, chunk {chunk}, tensor {ordinal}"
         size = f"{len(records)} x {format_bytes(max(record.nbytes for record in records))}"
@@ -43,7 +64,7 @@ def explain(trace: StepTrace, plan: Plan) -> list[str]:
             f"swap {len(gone)} of {len(records)}{layers}: {site} ({size}), longest absence first; {cost}, "
             f"moves {format_bytes(_total(gone))} each way, {format_bytes(freed)} of it live at the plain peak"
         )
-    if not plan.swaps:
+    if not plan.swaps and not plan.recomputes:
         fits = max(keep, default=0) <= plan.budget_bytes
         lines.append("nothing is swapped: everything fits" if fits else "nothing is swapped, and it does not fit")
     return lines

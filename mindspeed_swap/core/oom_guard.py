@@ -40,6 +40,7 @@ class OomGuard:
         self._age += 1
         if need >= self._recent_bytes or self._age > RECENT_POINTS:
             self._recent_bytes, self._age = need, 0
+            self._manager.headroom_bytes = need
         memory = self._accelerator.memory()
         room = memory.capacity_bytes - memory.allocated_bytes
         if room < self._recent_bytes:
@@ -49,5 +50,6 @@ class OomGuard:
     def close(self) -> None:
         if self.ahead:
             self._manager.on_interval = None
+            self._manager.headroom_bytes = 0
         else:
             self._accelerator.on_pressure(None)

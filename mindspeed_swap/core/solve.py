@@ -16,7 +16,7 @@ from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
 from mindspeed_swap.core.recompute import Module, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
 from mindspeed_swap.core.simulate import host_peak, memory_curve, phase_peaks, plain_step_ms
-from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, StepTrace
+from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
 
@@ -30,8 +30,9 @@ TREE_DEPTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The least memory that a rank needs. design.md's definition is about activations; a rank also needs what its
-    optimizer takes while it steps (temporaries of foreach kernels), and ``bytes`` is the larger of the two."""
+    """The least memory to count on. The sum of the four parts is about activations with room to work in; a rank also
+    needs what no plan goes below in any phase (temporaries of foreach optimizers are in no part of the sum), so
+    ``bytes`` is the larger of the two: a plan for it exists."""
 
     bytes: int
     phase: str  # where ``reachable_bytes`` is reached
@@ -39,7 +40,6 @@ class Floor:
     unmovable_bytes: int  # held at the end of a microbatch's forward, and not movable
     layers_bytes: int  # movable bytes of the two largest layers
     transient_bytes: int  # largest request in any interval
-    optimizer_bytes: int  # peak of the optimizer's phase with everything movable away
     reachable_bytes: int  # simulated peak when everything that may leave is away as long as it may be
 
 
@@ -210,7 +210,4 @@ class _Solver:
         two = sum(sorted(largest.values(), reverse=True)[:2])
         transient = max(point.request_bytes for point in trace.points)
         activations = trace.static_bytes + unmovable + two + transient
-        optimizer = phase_peaks(trace, curve).get(OPTIMIZER, 0)
-        return Floor(
-            max(activations, optimizer), phase, trace.static_bytes, unmovable, two, transient, optimizer, reachable
-        )
+        return Floor(max(activations, reachable), phase, trace.static_bytes, unmovable, two, transient, reachable)

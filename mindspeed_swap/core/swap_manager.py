@@ -67,6 +67,7 @@ class SwapManager:
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
         self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
+        self.headroom_bytes = 0  # left free by what is fetched ahead
         self._lock = threading.RLock()
         self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
@@ -311,7 +312,7 @@ class SwapManager:
             if saved is None:
                 continue
             memory = self.accelerator.memory()
-            if memory.capacity_bytes - memory.allocated_bytes < saved.nbytes:
+            if memory.capacity_bytes - memory.allocated_bytes < saved.nbytes + self.headroom_bytes:
                 return
             self._strays.pop(soon, None)  # another thread may evict, and read, meanwhile
             if saved.state is State.HOST:

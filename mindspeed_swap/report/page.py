@@ -20,8 +20,8 @@ def page(files: RunFiles) -> str:
     world = first["world_size"]
     parts = [
         f"<h1>Memory of a training step</h1><p class=soft>run <code>{escape(files.run_id)}</code> · {world} "
-        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · {first['steps']} steps, now in "
-        f"{escape(first['phase'])}</p>",
+        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · SmartSwap: {escape(first['phase'])} after "
+        f"{first['steps']} steps</p>",
         *(_note(problem) for problem in files.problems),
     ]
     if len(files.ranks) > 1:
@@ -61,7 +61,7 @@ def drawings(rank: RankFiles) -> list[tuple[str, str, str, Draw]]:
 
 def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
     if rank.step is None:
-        body = _note("no step has been recorded yet")
+        body = _note("no step has been recorded" + ("" if rank.summary["phase"] == "off" else " yet"))
     else:
         body = _tiles(rank) + "".join(_note(note) for note in rank.step["notes"]) + _phases(rank)
         for name, title, text, draw in drawings(rank):
@@ -71,6 +71,10 @@ def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
                 f"<div class=narrow>{pictures.svg(draw, f'{name}{rank.rank}', 'narrow')}</div></div>"
             )
         body += _search(rank)
+    virtual = rank.summary.get("virtual_optimizer")
+    if isinstance(virtual, dict):
+        rows = [(name, _bytes(v) if name.endswith("bytes") else str(v)) for name, v in virtual.items()]
+        body += _card("Virtual optimizer", _table(("", ""), rows))
     if alone:
         return body
     return f"<details class=rank{' open' if opened else ''}><summary>Rank {rank.rank}</summary>{body}</details>"

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.chrome import LANES, LAYERS, MICROBATCHES, PEAK, PLAIN, STALLS, TO_DEVICE, TO_HOST
 from mindspeed_swap.report.reader import RankFiles
+from mindspeed_swap.report.what_if import Frontier
 from mindspeed_swap.units import GIB, MIB
 
 try:
@@ -30,12 +31,12 @@ OPTIMIZER_COLOR, OUTSIDE_COLOR = "#86c79a", "#cbd2d9"
 LANE_NAMES = dict(zip(LANES, ("microbatches", "layers", "stalls", "to host", "to device"), strict=True))
 LANE_COLORS = {STALLS: "#dc2626", TO_HOST: "#7c3aed", TO_DEVICE: "#0891b2"}
 SIZES = {"wide": 10.4, "narrow": 4.3}  # inches of 96 pixels: a page of 1280, and of 400 pixels
-NARROWEST = 1500  # spans closer than this part of the step are drawn as one
+FINEST = 1500  # what lies closer than this part of the step is drawn as one: large steps, small files
 _STYLE = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "svg.fonttype": "none",
     "text.color": INK, "axes.labelcolor": FAINT, "xtick.color": FAINT, "ytick.color": FAINT,
     "axes.edgecolor": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": False,
-    "axes.ymargin": 0.08, "grid.color": GRID, "legend.frameon": False, "figure.constrained_layout.use": True,
+    "grid.color": GRID, "legend.frameon": False, "figure.constrained_layout.use": True,
 }  # fmt: skip
 
 
@@ -76,17 +77,11 @@ def _unit(largest: float) -> tuple[float, str]:
 # ---- over the step
 def memory(rank: RankFiles, size: str) -> Figure:
     figure, axes = _figure(size, 3.1 if size == "wide" else 2.7)
-    series: dict[str, tuple[list[float], list[float]]] = {PEAK: ([], []), PLAIN: ([], [])}
-    for event in rank.events("C"):
-        if event["name"] in series:
-            times, values = series[event["name"]]
-            times.append(event["ts"] / 1e3)
-            values.append(event["args"]["bytes"])
-    top = max([*series[PEAK][1], *series[PLAIN][1]])
+    (times, peak), (_, without) = _curve(rank, PEAK), _curve(rank, PLAIN)
+    top = max([*peak, *without])
     unit, name = _unit(top)
+    peak, without = [value / unit for value in peak], [value / unit for value in without]
     _shade_phases(axes, rank)
-    without, peak = ([value / unit for value in series[name][1]] for name in (PLAIN, PEAK))
-    times = series[PEAK][0]
     # A point's peak is that of the interval which it closes: the step lies before it.
     axes.fill_between(times, peak, without, step="pre", color=PLAIN_COLOR, alpha=0.22, linewidth=0)
     axes.step(times, without, where="pre", color=PLAIN_COLOR, linewidth=1.2, label="nothing swapped (simulated)")
@@ -100,6 +95,28 @@ def memory(rank: RankFiles, size: str) -> Figure:
     _time_axis(axes, rank)
     _legend(figure, size)
     return figure
+
+
+def _curve(rank: RankFiles, name: str) -> tuple[list[float], list[float]]:
+    """Times and values of a counter: of points that no eye can tell apart the highest value, so that none is lost."""
+    least = _least_ms(rank)
+    times: list[float] = []
+    values: list[float] = []
+    for event in rank.events("C"):
+        if event["name"] != name:
+            continue
+        at, value = event["ts"] / 1e3, event["args"]["bytes"]
+        if times and int(times[-1] / least) == int(at / least):
+            times[-1], values[-1] = at, max(values[-1], value)
+        else:
+            times.append(at)
+            values.append(value)
+    return times, values
+
+
+def _least_ms(rank: RankFiles) -> float:
+    assert rank.trace
+    return max(rank.trace["otherData"]["step_ms"], 1e-6) / FINEST
 
 
 def lanes(rank: RankFiles, size: str) -> Figure:
@@ -134,9 +151,8 @@ def lanes(rank: RankFiles, size: str) -> Figure:
 def _merged(
     events: Iterable[dict[str, Any]], color: Callable[[dict[str, Any]], Any], rank: RankFiles
 ) -> Iterator[tuple[Any, list[tuple[float, float]]]]:
-    """(color, spans in ms): neighbours that no eye can tell apart as one, so that large steps stay small files."""
-    assert rank.trace
-    least = rank.trace["otherData"]["step_ms"] / NARROWEST
+    """(color, spans in ms): neighbours that no eye can tell apart as one."""
+    least = _least_ms(rank)
     found: dict[Any, list[tuple[float, float]]] = {}
     for event in events:
         start, length = event["ts"] / 1e3, event["dur"] / 1e3
@@ -170,7 +186,9 @@ def layers(rank: RankFiles, size: str) -> Figure:
     _stack(axes.bar, range(len(rows)), rows, width=0.72)
     _name_bars(axes, names, size)
     axes.set_xlabel("layer")
-    axes.set_ylabel(f"{_unit(_largest(rows))[1]} saved")
+    unit, name = _unit(_largest(rows))
+    axes.set_ylim(0, 1.08 * _largest(rows) / unit)
+    axes.set_ylabel(f"{name} saved")
     axes.yaxis.grid(True)
     axes.set_axisbelow(True)
     _legend(figure, size)
@@ -241,6 +259,24 @@ def _name_bars(axes: Any, names: Sequence[str], size: str) -> None:
 def peak_of(rank: RankFiles, which: str) -> int:
     assert rank.step
     return max((phase["peak_allocated_bytes"][which] for phase in rank.step["phases"].values()), default=0)
+
+
+# ---- what-if
+def frontier(found: Frontier, size: str) -> Figure:
+    """Step time against memory, one line per set of verbs, with their floors."""
+    figure, axes = _figure(size, 3.2)
+    unit, name = _unit(found.peak_bytes)
+    for (curve, (least, _)), color in zip(found.floors.items(), (PLAN_COLOR, LIMIT_COLOR), strict=True):
+        points = [(budget / unit, of[curve].step_ms) for budget, of in found.answers.items() if of[curve].step_ms]
+        axes.plot(*zip(*points, strict=True) if points else ([], []), color=color, marker="o", ms=3, label=curve)
+        axes.axvline(least / unit, color=color, linewidth=0.8, linestyle=":")
+    axes.plot([found.peak_bytes / unit], [found.plain_ms], color=INK, marker="o", label="nothing moved")
+    axes.set_xlabel(f"peak, {name} (dotted: floors)")
+    axes.set_ylabel("step, ms (predicted)")
+    axes.yaxis.grid(True)
+    axes.set_axisbelow(True)
+    _legend(figure, size)
+    return figure
 
 
 def _legend(figure: Figure, size: str) -> None:

@@ -78,7 +78,9 @@ def read(directory: str, run: str | None = None) -> RunFiles:
         raise SettingError(f"--run {run}: {directory} holds {', '.join(by_run)}")
     files = RunFiles(root, run, [])
     for rank in by_run[run]:
-        files.ranks.append(RankFiles(rank, found[rank], _trace(files, summaries[rank] / "trace.json")))
+        recorded = found[rank]["step"] is not None
+        trace = _trace(files, summaries[rank] / "trace.json") if recorded else None
+        files.ranks.append(RankFiles(rank, found[rank], trace))
     world = found[by_run[run][0]]["world_size"]
     missing = sorted(set(range(world)) - set(by_run[run]))
     if missing:

@@ -66,7 +66,7 @@ def summarize(
     layout: Mapping[str, Any],
     virtual_optimizer: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Everything but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
+    """All but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
     return {
         "versions": _versions(),
         "device": device,

@@ -25,6 +25,9 @@ CAPACITY_VARIABLE = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 LINK_VARIABLE = "MINDSPEED_SWAP_SIM_LINK_GBPS"
 DEFAULT_LINK_GBPS = 16.0  # PCIe gen 4 x8: slow enough to matter beside CPU compute, fast enough for tests
 
+# On a storage's Python object, which torch keeps as long as the storage lives.
+_MAPPED = "_simulated_mapped"
+
 _extension: ModuleType | None = None
 
 
@@ -80,8 +83,21 @@ def device_memory() -> AbstractContextManager[None]:
 
 
 def is_device(tensor: torch.Tensor) -> bool:
-    """True if the tensor's storage is a live block of the device, or has no bytes. Never raises."""
-    return _extension is not None and _extension.owns(tensor)
+    """True if the tensor's storage is a live block of the device, or mapped, or has no bytes. Never raises."""
+    return _extension is not None and (_extension.owns(tensor) or _is_mapped(tensor))
+
+
+def mark_mapped(tensor: torch.Tensor) -> None:
+    """From now on its storage, which is host memory, counts as memory that the device has mapped: a device tensor to
+    all who ask, but none of the device's bytes."""
+    setattr(tensor.untyped_storage(), _MAPPED, True)
+
+
+def _is_mapped(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(getattr(tensor.untyped_storage(), _MAPPED, False))
+    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage
+        return False
 
 
 # ---- figures, in bytes

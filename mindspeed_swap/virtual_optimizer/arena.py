@@ -1,8 +1,8 @@
 """Arena: the moments of one optimizer that live in host memory, in one page-locked block, from the start to the end.
 
-A *unit* is one moment (or main parameter) of one parameter. At rest ``optimizer.state`` holds the unit's tensor over host
-memory, so that saving, loading and printing find it where they look. Whoever puts another tensor in its place (a load,
-the optimizer's own initialisation) has it copied into host memory and replaced again by ``adopt``.
+A *unit* is one moment (or main parameter) of one parameter. At rest ``optimizer.state`` holds the unit's tensor over
+host memory, so that saving, loading and printing find it where they look. If somebody puts another tensor in its place
+(a load, the optimizer's own initialisation), ``adopt`` copies that into host memory and puts ours back.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Unit:
-    """One tensor of the optimizer's state. ``start``: its first byte in the arena; ``resting``: it, over host memory."""
+    """One tensor of the optimizer's state. ``start``: first byte in the arena; ``resting``: it, over host memory."""
 
     parameter: torch.Tensor
     key: str  # of optimizer.state, or MASTER

@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from mindspeed_swap.virtual_optimizer.waits import Wait
 
 # Copies of 16 MiB and more run at the link's full rate, and a slice has at least one for each of two moments.
 SLICE_BYTES = 32 * MIB
-# Buffers must stay small beside what has left the device for them, also in a small model.
-SLICE_SHARE = 64
+# Buffers must stay small beside what has left the device for them, also in a small model; but each slice is a call of
+# the optimizer, which takes the host a third of a millisecond.
+SLICE_SHARE = 16
 SMALLEST_SLICE_BYTES = 64 << 10
 
 Optimizer = torch.optim.Optimizer
@@ -72,7 +74,7 @@ class Streamed:
         groups = self._optimizer.param_groups
         try:
             with self._pipeline.running([each for slices in self._slices for each in slices]):
-                for group, slices in zip(groups, self._slices, strict=True):
+                for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
         finally:
             self._optimizer.param_groups = groups

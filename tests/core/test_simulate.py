@@ -4,8 +4,8 @@ from __future__ import annotations
 import pytest
 from traces import Shape, megatron_trace, random_trace
 
-from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.lanes import Copy, Stall
+from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.trace import BACKWARD, FORWARD, Key, Point, Position, SavedRecord, StepTrace
 

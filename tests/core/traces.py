@@ -25,7 +25,7 @@ MIB = 1 << 20
 # A Llama-shaped layer at 8192 tokens, hidden 4096: MiB of every saved storage in order, and whether it may move.
 LLAMA_SITES = (64, 64, 192, 64, 64, 64, 344, 172, 172)
 
-# Modules of that layer: name, ordinals that recomputing it frees, ordinals it is run from, share of the layer's forward.
+# Modules of that layer: name, ordinals that it frees, ordinals that it is run from, share of the forward time.
 LLAMA_MODULES = (
     ("input_norm", (1,), (0,), 0.01),
     ("mlp_norm", (5,), (4,), 0.01),

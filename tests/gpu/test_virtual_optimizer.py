@@ -25,17 +25,17 @@ from cuda_device import needs_gpu, needs_kernels
 from mindspeed_swap.core.accelerator import cuda
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.units import GIB, MIB
-from mindspeed_swap.virtual_optimizer import is_swap_tensor, to_host
 from mindspeed_swap.virtual_optimizer.arena import Arena, choose
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
+from mindspeed_swap.virtual_optimizer.swap_tensor import is_swap_tensor, to_host
 from mindspeed_swap.virtual_optimizer.waits import Wait
 
 pytestmark = [needs_gpu, needs_kernels]
 
 F32, BF16 = torch.float32, torch.bfloat16
 MODES = ("mapped", "streamed")
-# Enough for several slices of full size; two of them are cut.
-LARGER = ((4096, 4096), (4096,), (5000, 1001), (300, 500), (1,), (8192, 1024))
+# 49 MiB of moments; two parameters are cut.
+LARGER = ((2048, 2048), (4096,), (1000, 1001), (300, 500), (1,), (1024, 1024))
 BILLION = 1e9
 
 
@@ -58,14 +58,14 @@ def on_gpu(shapes=LARGER, dtypes=(F32,)):
     return parameters(shapes, dtypes, "cuda")
 
 
-@pytest.mark.parametrize("amount", [None, 100 * MIB], ids=["all", "some"])
+@pytest.mark.parametrize("amount", [None, 20 * MIB], ids=["all", "some"])
 @pytest.mark.parametrize("dtypes", [(F32,), (F32, BF16)], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", MAKES)
 def test_same_bits(accelerator, make, mode, dtypes, amount):
     optimizer = MAKES[make](groups_of(on_gpu(dtypes=dtypes)))
     virtual = attach(accelerator, optimizer, mode=mode, amount=amount, host_bytes=2 * GIB)
-    assert virtual.moments_bytes > 50 * MIB
+    assert virtual.moments_bytes > 10 * MIB
     train(optimizer, range(4))
     plain = MAKES[make](groups_of(on_gpu(dtypes=dtypes)))
     train(plain, range(4))
@@ -102,7 +102,7 @@ def test_device_memory(accelerator, mode):
           f"at its peak {(peak - virtual_peak) / MIB:.0f} MiB less")  # fmt: skip
     assert moved == 2 * sum(p.nbytes for p in on_gpu())
     assert end - virtual_end == pytest.approx(moved, rel=0.01)
-    assert peak - virtual_peak > 0.9 * moved
+    assert peak - virtual_peak > 0.75 * moved  # three buffers of a 16th
 
 
 @pytest.mark.parametrize("make", ["adamw-foreach", "step-in-group"])
@@ -164,7 +164,7 @@ def streamed_is_right(accelerator, skip, make):
             pool = HostPool(accelerator, 2 * GIB)
             arena = Arena(optimizer, choose(optimizer, accelerator, None), accelerator, pool)
             streams = (accelerator.new_stream(), accelerator.new_stream())
-            Streamed(arena, accelerator, streams, slice_bytes=8 * MIB, skip_waits=skip)
+            Streamed(arena, accelerator, streams, slice_bytes=4 * MIB, skip_waits=skip)
         else:
             train(optimizer, range(1))  # makes the state; then as new
             for p, value in zip(params, on_gpu(), strict=True):

@@ -25,7 +25,7 @@ STEPS = 10
 # WarmUp knows the floor after the second step, the first one that starts with optimizer state.
 FLOOR_STEPS = 3
 LEAST_HELD_SAVED = 0.25
-TIMEOUT_SECONDS = 240  # generous: a hang, not a slow machine
+TIMEOUT_SECONDS = 600  # generous: a hang, not a slow machine
 
 
 class TrainingFailed(AssertionError):

@@ -11,6 +11,14 @@ def test_case_18_interleaved_with_rampup_and_evaluation(trainer: Trainer):
     assert "validation loss at iteration 5 " in swapped.output
 
 
+def test_case_18_three_numbers_on_one_rank(trainer: Trainer):
+    layout = LAYOUTS["rampup"]
+    plain, swapped = trainer.plain(layout, layout.dtype), trainer.swapped(layout, layout.dtype)
+    assert faults(trainer, layout, layout.dtype, plain, swapped) == []
+    for text in ("2 microbatches from step 4 on", "3 microbatches from step 6 on"):
+        assert f"smart-swap: {text}: planned anew" in swapped.output
+
+
 def test_case_18_every_stage_says_what_it_does(trainer: Trainer):
     layout = LAYOUTS["vpp_rampup"]
     output = trainer.swapped(layout, layout.dtype).output

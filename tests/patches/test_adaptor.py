@@ -55,11 +55,11 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     )
     lines = out.splitlines()
     assert lines[:2] == ["['add_megatron_arguments', 'validate_args']", "1 False"]
-    names = (
-        "errors log megatron_adaptor options patches patches.arguments patches.compat patches.registry units "
-        "virtual_optimizer virtual_optimizer.amount"
-    )
-    assert lines[2] == str(["mindspeed_swap", *(f"mindspeed_swap.{name}" for name in names.split())])
+    ours = [
+        "errors", "log", "megatron_adaptor", "options", "patches", "patches.arguments", "patches.compat",
+        "patches.registry", "units", "virtual_optimizer", "virtual_optimizer.amount",
+    ]  # fmt: skip
+    assert lines[2] == str(["mindspeed_swap", *(f"mindspeed_swap.{name}" for name in ours)])
 
 
 def test_case_26_torch_tensor_is_untouched():
@@ -72,7 +72,7 @@ def test_case_26_torch_tensor_is_untouched():
         torch.cuda.device_count = lambda: 1
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, "m"))
+        adaptor.activate(Options(True, None, None, None, "m"))
         assert all(getattr(torch.Tensor, n) is v or getattr(torch.Tensor, n) == v for n, v in before[0].items())
         assert [n for n in dir(torch.Tensor) if n not in before[0]] == []
         assert all(getattr(torch, n) is v for n, v in before[1].items())
@@ -105,8 +105,8 @@ def test_activating_installs_the_rest_and_remove_undoes_all():
     torch.cuda.device_count = lambda: 1
     import mindspeed_swap.megatron_adaptor as adaptor
     from mindspeed_swap.options import Options
-    adaptor.activate(Options(True, None, None, "m"))
-    adaptor.activate(Options(True, None, None, "m"))
+    adaptor.activate(Options(True, None, None, None, "m"))
+    adaptor.activate(Options(True, None, None, None, "m"))
     during = snapshot()
     print(sorted({key[-1] for key in before if during[key] is not before[key]}))
     adaptor.remove()
@@ -176,7 +176,7 @@ def test_more_host_memory_than_the_node_has_is_an_error_before_anything_is_alloc
         torch.cuda.device_count = lambda: 1
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, 1e9, None, "m"))
+        adaptor.activate(Options(True, 1e9, None, None, "m"))
         """,
         MINDSPEED_SWAP_DEVICE="cuda",
     )
@@ -189,7 +189,7 @@ def test_a_device_that_does_not_exist_is_an_error():
         """
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, "m"))
+        adaptor.activate(Options(True, None, None, None, "m"))
         """,
         MINDSPEED_SWAP_DEVICE="tpu",
     )
@@ -204,7 +204,7 @@ def test_no_device_at_all_is_an_error_that_says_how_to_simulate_one():
         torch.cuda.device_count = lambda: 0
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
-        adaptor.activate(Options(True, None, None, "m"))
+        adaptor.activate(Options(True, None, None, None, "m"))
         """
     )
     assert done.returncode != 0

@@ -69,13 +69,18 @@ def test_what_is_missing_stands_on_the_page_too(write_run, matplotlib, capsys):
     assert capsys.readouterr().out.count("missing: ") == 2
 
 
-def test_before_any_step_was_recorded(write_run, matplotlib):
+@pytest.mark.parametrize("phase", ["WarmUp", "off"])
+def test_without_a_recorded_step(write_run, matplotlib, phase):
     def change(name, data):
         if name == "summary.json":
-            data.update(step=None, tries=[])
+            virtual = {"mode": "streamed", "moved_bytes": 3 << 20}
+            data.update(step=None, tries=[], phase=phase, virtual_optimizer=virtual)
 
-    code, page = make(write_run(change=change))
-    assert code == 0 and "no step has been recorded yet" in page
+    directory = write_run(change=change)
+    (directory / "rank0" / "trace.json").unlink()
+    code, page = make(directory)
+    assert code == 0 and f"no step has been recorded{'' if phase == 'off' else ' yet'}</div>" in page
+    assert "<td>moved_bytes</td><td>3.0 MiB</td>" in page
 
 
 def test_another_place(write_run, matplotlib, tmp_path):

@@ -144,3 +144,16 @@ def test_without_the_reserve_is_better_than_not_at_all():
     search = warmed_up(capacity)
     assert search.phase is Phase.SEARCH
     assert max(search.plan.prediction.peak_bytes.values()) <= capacity
+
+
+def test_steps_that_save_more_and_less_leave_room_for_the_most():
+    trace = megatron_trace(SHAPE)
+    spread = (tight(trace) - floor(trace).reachable_bytes) // 2
+    search = SmartSwap(tight(trace))
+    first = megatron_trace(SHAPE)
+    first.has_optimizer_state = False
+    search.after_step(StepStats(most_saved_bytes=1000 + spread), first)
+    search.after_step(StepStats(most_saved_bytes=1000), trace)
+    assert search.phase is Phase.SEARCH
+    assert search.target_bytes == tight(trace) - spread
+    assert max(search.plan.prediction.peak_bytes.values()) <= tight(trace) - spread

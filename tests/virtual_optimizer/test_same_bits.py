@@ -14,7 +14,6 @@ from adams import (
     set_gradients,
     train,
 )
-
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mindspeed_swap.sim import device
@@ -95,6 +94,19 @@ def test_started_late(sim, mode):
     assert before - device.memory_allocated() == pytest.approx(virtual.moments_bytes, rel=0.001)
     train(optimizer, range(2, 5))
     assert differences(optimizer, plain("adamw-fused")) == []
+
+
+def test_a_group_added_later_stays_on_the_device(sim):
+    def run(virtual):
+        optimizer = MAKES["adamw-foreach"](groups_of(parameters()))
+        if virtual:
+            attach(sim, optimizer)
+        train(optimizer, range(1))
+        optimizer.add_param_group({"params": parameters(((9, 9), (5,))), "lr": 0.1})
+        train(optimizer, range(1, 3))
+        return optimizer
+
+    assert differences(run(True), run(False)) == []
 
 
 def test_hooks_fire_once_and_closures_run_once(sim):

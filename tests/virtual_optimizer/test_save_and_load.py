@@ -22,7 +22,7 @@ from adams import (
 )
 
 from mindspeed_swap.sim import device
-from mindspeed_swap.virtual_optimizer import (
+from mindspeed_swap.virtual_optimizer.swap_tensor import (
     is_swap_tensor,
     swap_tensor_copy_wrapper,
     swap_tensor_func_wrapper,

@@ -115,7 +115,9 @@ class SimAccelerator(Accelerator):
         memory = (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
         memory.owner = host  # type: ignore[attr-defined]  # the tensor keeps ``memory``, which keeps the block mapped
         with torch.inference_mode(False):
-            return torch.frombuffer(memory, dtype=torch.uint8)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        device.mark_mapped(tensor)
+        return tensor
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         with device.host_memory():

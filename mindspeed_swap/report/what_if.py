@@ -1,0 +1,149 @@
+"""``mindspeed-swap what-if DIR|TRACE``: predicted step time against memory, and the flags of each point. No torch.
+
+Prediction only: the trace of one recorded step, the planner and the simulator; nothing runs. For several ranks a point
+is feasible when all are, and as slow as the slowest.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
+from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
+from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.smart_swap.search import RESERVE_SHARE
+from mindspeed_swap.units import format_bytes, parse_bytes
+
+TRACE_FILE = "step_trace.json"
+POINTS = 8
+CURVES = {"keep|swap": (KEEP_SWAP, "--smart-swap"), "+recompute": (ALL_VERBS, "--adaptive-memory-optimization")}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of all ranks at one budget."""
+
+    step_ms: float | None  # None: no plan
+    swap_bytes: int = 0
+    recompute_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Frontier:
+    plain_ms: float
+    peak_bytes: int  # of the rank that needs most, when everything is kept
+    floors: dict[str, tuple[int, str]]  # by curve: least reachable bytes, phase
+    answers: dict[int, dict[str, Answer]]  # by budget, descending, and curve
+
+
+def what_if(
+    path: str, budgets: Sequence[str] = (), host_memory_gib: float | None = None, picture: str | None = None
+) -> int:
+    """Print the table. Returns the exit code. Raises SettingError for what is not a trace and for wrong budgets."""
+    if picture:
+        from mindspeed_swap.report import pictures  # tells in one line that matplotlib is needed
+    wanted = [parse_bytes(text, "--budgets") for text in budgets]
+    host = None if host_memory_gib is None else int(host_memory_gib * (1 << 30))
+    found = frontier(read_traces(path), wanted, host)
+    print(table(found))
+    if picture:
+        try:
+            pictures.png(lambda size: pictures.frontier(found, size), picture)
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--picture: {error}") from None
+        print(picture)
+    return 0
+
+
+def read_traces(path: str) -> list[StepTrace]:
+    """One for a file; for a ``--swap-report-dir`` one per rank."""
+    root = Path(path)
+    if root.is_dir():
+        files = sorted(root.glob(f"rank*/{TRACE_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name))
+        if not files:
+            raise SettingError(f"{path}: no rank<N>/{TRACE_FILE} in it; give the folder that --swap-report-dir named")
+    else:
+        files = [root]
+    traces = []
+    for file in files:
+        try:
+            traces.append(StepTrace.from_json(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise SettingError(f"{file}: {error}") from None
+        if not traces[-1].points:
+            raise SettingError(f"{file}: the trace has no points: nothing was recorded")
+    return traces
+
+
+def frontier(traces: Sequence[StepTrace], budgets: Sequence[int] = (), host_budget: int | None = None) -> Frontier:
+    """Without ``budgets``: evenly from the lowest floor to the plain peak."""
+    peak = max(max(memory_curve(trace, ())) for trace in traces)
+    floors: dict[str, tuple[int, str]] = {}
+    for name, (verbs, _) in CURVES.items():
+        bounds: list[Floor] = [floor(trace, verbs, host_budget) for trace in traces]
+        worst = max(bounds, key=lambda bound: bound.reachable_bytes)
+        floors[name] = worst.reachable_bytes, worst.phase
+    low = min(nbytes for nbytes, _ in floors.values())
+    step = max(1, (peak - low) // (POINTS - 1))
+    chosen = set(budgets) or {peak, *range(low, peak, step)}
+    answers = {
+        budget: {name: _answer(traces, budget, verbs, host_budget) for name, (verbs, _) in CURVES.items()}
+        for budget in sorted(chosen, reverse=True)
+    }
+    return Frontier(max(map(plain_step_ms, traces)), peak, floors, answers)
+
+
+def _answer(traces: Sequence[StepTrace], budget: int, verbs: Sequence[str], host_budget: int | None) -> Answer:
+    plans: list[Plan] = []
+    for trace in traces:
+        try:
+            plans.append(solve(trace, budget, verbs, host_budget))
+        except Infeasible:
+            return Answer(None)
+    return Answer(
+        max(plan.prediction.step_ms for plan in plans if plan.prediction),
+        max(plan.swap_bytes for plan in plans),
+        max(sum(recompute.nbytes for recompute in plan.recomputes) for plan in plans),
+    )
+
+
+def table(found: Frontier) -> str:
+    """One line per budget. The flag line is that of the fastest curve; of equals, of the one with fewer verbs."""
+    lines = [
+        f"predicted, not run: plain step {found.plain_ms:.1f} ms, peak {format_bytes(found.peak_bytes)}",
+        *(
+            f"floor of {name}: {format_bytes(nbytes)}, reached in phase {phase}"
+            for name, (nbytes, phase) in found.floors.items()
+        ),
+        "",
+    ]
+    rows = [["budget", *(f"{name} ms" for name in CURVES), "swapped", "recomputed", "flags"]]
+    for budget, answers in found.answers.items():
+        possible = {name: answer for name, answer in answers.items() if answer.step_ms is not None}
+        row = [format_bytes(budget), *(_time(answer, found.plain_ms) for answer in answers.values())]
+        if not possible:
+            rows.append([*row, "", "", "(below the floor)"])
+            continue
+        best = min(possible, key=lambda name: round(possible[name].step_ms or 0.0, 3))
+        moved = possible[best]
+        flags = f"{CURVES[best][1]}  # MINDSPEED_SWAP_DEVICE_CAPACITY={_capacity(budget)}"
+        if not moved.swap_bytes and not moved.recompute_bytes:
+            flags = "(none needed)"
+        rows.append([*row, format_bytes(moved.swap_bytes), format_bytes(moved.recompute_bytes), flags])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _time(answer: Answer, plain_ms: float) -> str:
+    if answer.step_ms is None:
+        return "-"
+    return f"{answer.step_ms:.1f} ({answer.step_ms / plain_ms - 1:+.1%})" if plain_ms else f"{answer.step_ms:.1f}"
+
+
+def _capacity(budget: int) -> str:
+    """The largest device with which a run plans for no more than this budget: it leaves a reserve."""
+    return f"{int(budget / (1 - RESERVE_SHARE)) >> 10}KiB"
