@@ -57,7 +57,7 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     assert lines[:2] == ["['add_megatron_arguments', 'validate_args']", "1 False"]
     ours = [
         "errors", "log", "megatron_adaptor", "options", "patches", "patches.arguments", "patches.compat",
-        "patches.registry", "units", "virtual_optimizer", "virtual_optimizer.amount",
+        "patches.registry", "units", "version", "virtual_optimizer", "virtual_optimizer.amount",
     ]  # fmt: skip
     assert lines[2] == str(["mindspeed_swap", *(f"mindspeed_swap.{name}" for name in ours)])
 
