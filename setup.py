@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 # Read, not imported: importing the package must not be needed to build it.
-VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mindspeed_swap/__init__.py").read_text(), re.MULTILINE)[1]
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "mindspeed_swap/version.py").read_text(), re.MULTILINE)[1]
 
 setup(
     name="mindspeed-swap",

@@ -1,4 +1,5 @@
 """mindspeed_swap: a memory hierarchy for Megatron training."""
 
-__version__ = "0.1.0"
+from mindspeed_swap.version import __version__
+
 __all__ = ["__version__"]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
-from mindspeed_swap import __version__
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.version import __version__
 
 _DISTRIBUTIONS = ("torch", "megatron-core", "torch_npu", "transformer-engine", "numpy")
 _ENVIRONMENT = (

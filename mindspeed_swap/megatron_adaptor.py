@@ -14,8 +14,9 @@ from mindspeed_swap.errors import SettingError
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches.registry import Installed, check_version
 
-_parser = Installed()
-_step = Installed()
+# Of before, if this module is reloaded: patches must not go on top of themselves.
+_parser: Installed = globals().get("_parser") or Installed()
+_step: Installed = globals().get("_step") or Installed()
 
 
 def install() -> None:
@@ -38,6 +39,7 @@ def install() -> None:
     check_version()
     from mindspeed_swap.patches import arguments
 
+    _parser.remove()
     _parser.install(arguments.PATCHES)
 
 

@@ -27,16 +27,18 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.writer import ReportWriter
+from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
 from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
+from mindspeed_swap.units import format_bytes
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
+_MORE_ROOM = "give the device (or the target) more room, make a microbatch smaller or recompute a part"
 
 
 class Runtime:
@@ -95,6 +97,9 @@ class Runtime:
         self.in_step = True
         try:
             yield
+        except torch.OutOfMemoryError:
+            say(self._why_out_of_memory(), every_rank=True)
+            raise
         finally:
             self.in_step = False
         _end_if_terminated()
@@ -103,10 +108,7 @@ class Runtime:
         try:
             changed = search.after_step(stats, trace)
         except NoPlan as error:
-            raise SettingError(
-                f"--smart-swap: {error}; give the device (or the target) more room, make a microbatch smaller or "
-                "recompute a part"
-            ) from None
+            raise SettingError(f"--smart-swap: {error}; {_MORE_ROOM}") from None
         if changed:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=search.phase is Phase.STABLE)
@@ -171,6 +173,16 @@ class Runtime:
             save_plans(_rank_file(self._options.plan_save), rank(), plans)
         except OSError as error:
             say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
+
+    def _why_out_of_memory(self) -> str:
+        """The allocator's message knows nothing of what was tried, nor of our settings."""
+        assert self.shapes is not None
+        search, stats = self.shapes.current, self.manager.stats
+        text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
+        if stats.host_full:
+            return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
+        floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
+        return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
 
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
@@ -246,6 +258,8 @@ def start(options: Options) -> None:
     global _options, _host_budget_bytes
     _loaded_plans(options)  # what is wrong with the file is said before anything is built
     prepare_device(options.names)
+    if options.report_dir:
+        check_directory(options.report_dir)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)
     _options, _host_budget_bytes = options, budget.per_rank_bytes

@@ -5,6 +5,7 @@ import argparse
 import functools
 import math
 import os
+import sys
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
@@ -112,6 +113,9 @@ def _validate_args(original: Any) -> Any:
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
         check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
         result = original(args, *rest, **kwargs)
+        if not hasattr(args, "smart_swap"):  # not of our parser, so without our flags
+            _must_not_be_given()
+            return result
         options = Options.from_args(args)
         if options.any:
             check(args)  # again: what the script gave as defaults is known by now
@@ -127,6 +131,18 @@ def _validate_args(original: Any) -> Any:
         return result
 
     return validate_args
+
+
+def _must_not_be_given() -> None:
+    """The arguments came from elsewhere, such as a parser that ran before us and ignored what it did not know."""
+    ours = argparse.ArgumentParser(add_help=False)
+    add_arguments(ours)
+    given = [text for text in sys.argv[1:] if text.partition("=")[0] in ours._option_string_actions]
+    if given:
+        raise SettingError(
+            f"{given[0]} was not read: Megatron's arguments were parsed before import mindspeed_swap.megatron_adaptor; "
+            "make it the first line of the training script"
+        )
 
 
 PATCHES: list[Patch] = [

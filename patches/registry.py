@@ -37,7 +37,10 @@ def check_version() -> None:
     found = megatron_version()
     numbers = tuple(int(part) for part in found.split("rc")[0].split(".")[:3] if part.isdigit())
     if not _OLDEST <= numbers < _FIRST_UNKNOWN:
-        raise SettingError(f"megatron-core {found} is installed; mindspeed_swap supports {SUPPORTED}")
+        raise SettingError(
+            f"megatron-core {found} is installed; mindspeed_swap supports {SUPPORTED}: install one of these, such as "
+            "pip install 'megatron-core>=0.17,<0.20'"
+        )
 
 
 def resolve(target: str) -> tuple[Any, str]:

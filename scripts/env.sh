@@ -18,7 +18,7 @@ sys.exit(sys.version_info[:2] not in ((3, 12), (3, 13)) or not os.path.exists(sy
 _find_python() {
     local candidate
     for candidate in python3.12 python3.13 python3 \
-        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.13.*/bin/python; do
+        "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.12.*/bin/python "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.13.*/bin/python; do
         if _usable "$candidate"; then
             echo "$candidate"
             return 0

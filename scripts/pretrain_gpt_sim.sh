@@ -23,7 +23,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc ? cores / nproc : 1))
 
 data=${DATA:-}
 if [ -z "$data" ]; then
-  data="${XDG_CACHE_HOME:-$HOME/.cache}/mindspeed_swap/topics"
+  data="${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/mindspeed_swap/topics"
   if [ ! -f "$data.idx" ]; then  # under another name first: two runs may start at once
     "$python" "$here/prepare_text.py" --output "$data.$$" > /dev/null
     mv "$data.$$.bin" "$data.bin"

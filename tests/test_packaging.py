@@ -1,4 +1,5 @@
 """The wheel: one top-level name, patches inside it, C++ sources shipped."""
+import os
 import shutil
 import subprocess
 import sys
@@ -47,3 +48,13 @@ def test_wheel_imports_patches_without_the_checkout(wheel, tmp_path):
         check=True, capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert out.stdout.strip() == str(tmp_path / "mindspeed_swap/patches/__init__.py")
+
+
+def test_a_checkout_beside_the_script_does_not_hide_the_package(tmp_path):
+    """``git clone`` next to the training script: Python finds the folder first, as a namespace package."""
+    (tmp_path / "mindspeed_swap").mkdir()
+    code = "from mindspeed_swap.cli import main; main(['--version'])"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "mindspeed-swap" in done.stdout

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.units import GIB
+from mindspeed_swap.units import GIB, MIB
 
 # The rest is for what grows after the start and cannot be taken back from page-locked memory: data loader workers, the
 # host copy of a checkpoint being saved, the page cache of the data set, compiler caches.
@@ -110,7 +110,12 @@ def host_budget(
             )
         per_rank = int(flag_gb * GIB)
     line = (
-        f"host memory: {ranks_on_node} rank{'s' if ranks_on_node != 1 else ''} x {per_rank / GIB:.1f} GiB = "
-        f"{per_rank * ranks_on_node / GIB:.1f} GiB of {total / GIB:.1f} GiB"
+        f"host memory: {ranks_on_node} rank{'s' if ranks_on_node != 1 else ''} x {_text(per_rank)} = "
+        f"{_text(per_rank * ranks_on_node)} of {_text(total)}"
     )
     return Budget(per_rank, total, line)
+
+
+def _text(nbytes: int) -> str:
+    """In GiB, as the flag is given, unless that would show a small budget as nothing."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.1f} MiB"

@@ -52,10 +52,10 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap import __version__
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.report.figures import figures
 from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.version import __version__
 
 SUMMARY_VERSION = 2
 

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ import torch
 
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.step import ExecutedStep
+from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.report.chrome import chrome_trace
 from mindspeed_swap.report.summary import SUMMARY_VERSION, summarize
@@ -43,15 +46,18 @@ class ReportWriter:
         }
         self._write("summary.json", json.dumps(summary, indent=1, default=str) + "\n")
         for note in summary["step"]["notes"] if summary["step"] else ():
-            if note not in self._said:
-                self._said.add(note)
-                say(note, every_rank=True)
+            self._say_once(note)
 
     def write_trace(self, step: ExecutedStep | None) -> None:
         if step is not None and step is not self._written:
             self._written = step
             self._write("trace.json", json.dumps(chrome_trace(step, self._rank, self._run_id)))
             self._write("step_trace.json", step.trace.to_json())  # for ``mindspeed-swap what-if``
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(text, every_rank=True)
 
     def _write(self, name: str, text: str) -> None:
         path = self._folder / name
@@ -63,7 +69,21 @@ class ReportWriter:
         except OSError as error:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)  # half a file would only fill the disk
-            say(f"report not written, training goes on: {error}", every_rank=True)
+            self._say_once(f"report not written, training goes on: {error}")
+
+
+def check_directory(directory: str) -> None:
+    """Raises SettingError if nothing can be written there: better at the start than after hours."""
+    try:
+        os.makedirs(directory, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # full now, perhaps not later; said when a report is due
+        raise SettingError(
+            f"--swap-report-dir {directory}: cannot be written to ({error.strerror}); give a folder that can be, or "
+            "leave the flag out"
+        ) from error
 
 
 def agreed_run_id() -> str:

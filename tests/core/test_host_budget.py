@@ -90,6 +90,7 @@ def test_flag_is_per_rank():
     assert budget.per_rank_bytes == 30 * GIB
     assert budget.line == "host memory: 8 ranks x 30.0 GiB = 240.0 GiB of 512.0 GiB"
     assert host_budget(0.5, 1, lambda: (GIB, GIB)).line == "host memory: 1 rank x 0.5 GiB = 0.5 GiB of 1.0 GiB"
+    assert host_budget(0.05, 1, lambda: (GIB, GIB)).line == "host memory: 1 rank x 51.2 MiB = 51.2 MiB of 1.0 GiB"
 
 
 @pytest.mark.parametrize("gb", [0, -1, math.nan, math.inf, 64.1, 1e300])

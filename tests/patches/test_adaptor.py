@@ -59,7 +59,8 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     # no torch extension, no runtime, nothing of the core that a feature would need
     loaded = ast.literal_eval(lines[2])
     assert {name.split(".")[1] for name in loaded if "." in name} <= {
-        "errors", "log", "megatron_adaptor", "options", "patches", "smart_swap", "units", "virtual_optimizer"
+        "errors", "log", "megatron_adaptor", "options", "patches", "smart_swap", "units",
+        "version", "virtual_optimizer",
     }
     assert not [name for name in loaded if name.endswith((".search", ".virtual_optimizer.virtual_optimizer"))]
 
@@ -71,6 +72,7 @@ def test_case_26_torch_tensor_is_untouched():
         import megatron.training.training  # Megatron itself replaces torch.manual_seed
         names = [n for n in dir(torch.Tensor)]
         before = {n: getattr(torch.Tensor, n) for n in names}, {n: getattr(torch, n) for n in dir(torch)}
+        torch.cuda.device_count = lambda: 1
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
         adaptor.activate(Options(True, None, None, "m"))
@@ -103,6 +105,7 @@ def test_activating_installs_the_rest_and_remove_undoes_all():
         SNAPSHOT
         + """
     before = snapshot()
+    torch.cuda.device_count = lambda: 1
     import mindspeed_swap.megatron_adaptor as adaptor
     from mindspeed_swap.options import Options
     adaptor.activate(Options(True, None, None, "m"))
@@ -172,6 +175,8 @@ def test_a_bad_value_names_the_flag(argv, message):
 def test_more_host_memory_than_the_node_has_is_an_error_before_anything_is_allocated():
     done = run(
         """
+        import torch
+        torch.cuda.device_count = lambda: 1
         import mindspeed_swap.megatron_adaptor as adaptor
         from mindspeed_swap.options import Options
         adaptor.activate(Options(True, 1e9, None, "m"))
@@ -207,3 +212,113 @@ def test_no_device_at_all_is_an_error_that_says_how_to_simulate_one():
     )
     assert done.returncode != 0
     assert "MINDSPEED_SWAP_DEVICE=sim" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "variable, value, message",
+    [
+        ("DEVICE", "cuda", "MINDSPEED_SWAP_DEVICE=cuda: no CUDA device"),
+        ("DEVICE", "npu", "MINDSPEED_SWAP_DEVICE: NPU support is not there yet"),
+        ("OOM_HOOK", "no", "MINDSPEED_SWAP_OOM_HOOK='no': expected 1"),
+    ],
+)
+def test_a_bad_environment_is_an_error_before_megatron_needs_the_device(variable, value, message):
+    done = run(
+        """
+        import torch
+        torch.cuda.device_count = lambda: 0
+        from mindspeed_swap.core.accelerator import prepare_device
+        prepare_device("--smart-swap")
+        """,
+        **{f"MINDSPEED_SWAP_{variable}": value},
+    )
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_importing_again_changes_nothing():
+    out = check(
+        """
+        import importlib
+        import mindspeed_swap.megatron_adaptor as adaptor
+        importlib.reload(adaptor)
+        from megatron.training import arguments
+        args = arguments.parse_args()
+        print(args.smart_swap)
+        adaptor.remove()
+        print(hasattr(arguments.parse_args(), "smart_swap"))
+        """
+    )
+    assert out.splitlines() == ["False", "False"]
+
+
+@pytest.mark.parametrize("given", [[], ["--smart-swap"]])
+def test_arguments_of_an_earlier_parser(given):
+    """Our flags are not in them. Without one on the command line that is nobody's business."""
+    done = run(
+        """
+        from megatron.training import arguments
+        arguments.validate_args = lambda args, defaults={}: args  # not what this is about
+        args = arguments.parse_args(ignore_unknown_args=True)
+        import mindspeed_swap.megatron_adaptor
+        arguments.validate_args(args)
+        """,
+        *given,
+    )
+    if given:
+        assert "--smart-swap was not read" in done.stderr.splitlines()[-1]
+        assert "first line" in done.stderr.splitlines()[-1]
+    assert (done.returncode != 0) == bool(given), done.stderr
+
+
+def test_a_report_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    done = run(
+        """
+        import sys
+        from mindspeed_swap import runtime
+        from mindspeed_swap.options import Options
+        runtime.start(Options(True, None, sys.argv[1], None, "m"))
+        """,
+        str(file / "reports"),
+        MINDSPEED_SWAP_DEVICE="sim",
+    )
+    assert done.returncode != 0
+    assert f"--swap-report-dir {file}/reports: cannot be written to" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "host_gib, remedy",
+    [
+        (1.0, "the rest cannot move (floor: known only after two steps that fit): give the device (or the target) more room"),
+        (1 / 4096, "host memory (0.2 MiB) is used up: raise --swap-host-memory"),
+    ],
+)
+def test_out_of_memory_in_spite_of_swapping_says_what_would_help(host_gib, remedy):
+    out = check(
+        """
+        import sys, torch
+        from mindspeed_swap.sim import device
+        device.install()
+        from mindspeed_swap import runtime
+        from mindspeed_swap.options import Options
+        runtime.start(Options(True, float(sys.argv[1]), None, None, "m"))
+        model, kept = torch.nn.Linear(256, 256), []
+        try:
+            with runtime.get().step([model], None, 1), runtime.get().microbatch(model):
+                x = torch.ones(1024, 256, requires_grad=True)
+                for _ in range(20):
+                    x = (x * 1.5).exp().tanh()
+                    kept.append(torch.ones(1 << 18))  # the user's own, which does not move
+        except torch.OutOfMemoryError:
+            print("raised")
+        """,
+        str(host_gib),
+        MINDSPEED_SWAP_DEVICE="sim",
+        MINDSPEED_SWAP_DEVICE_CAPACITY="12MiB",
+    )
+    *_, said, raised = out.splitlines()
+    assert said.startswith("[mindspeed_swap] smart-swap: out of memory in step 1, ")
+    assert remedy in said
+    assert raised == "raised"

@@ -18,6 +18,7 @@ from mindspeed_swap.errors import SettingError
 
 DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"
 CAPACITY_VARIABLE = "MINDSPEED_SWAP_DEVICE_CAPACITY"
+HOOK_VARIABLE = "MINDSPEED_SWAP_OOM_HOOK"
 DEVICES = ("auto", "cuda", "npu", "sim")
 
 __all__ = [  # fmt: skip
@@ -37,7 +38,22 @@ def prepare_device(asked_by: str) -> None:
     """Check and set what must be right before the device is first used. Creates no context; the device may be chosen
     later. ``asked_by`` names the flags, for messages. Raises SettingError."""
     choice = device_choice()
-    if choice == "cuda" or (choice == "auto" and _present_device() == "cuda"):
+    hook = os.environ.get(HOOK_VARIABLE, "1")
+    if hook not in ("0", "1"):
+        raise SettingError(f"{HOOK_VARIABLE}={hook!r}: expected 1 (use the allocator hook if it works) or 0 (do not)")
+    if choice == "auto":
+        choice = _present_device()
+    # Megatron's own check would come first otherwise, and it only says that Megatron requires CUDA.
+    if choice == "npu":
+        from mindspeed_swap.core.accelerator.npu import NpuAccelerator
+
+        NpuAccelerator()
+    if choice == "cuda":
+        if torch.cuda.device_count() == 0:
+            raise SettingError(
+                f"{DEVICE_VARIABLE}=cuda: no CUDA device is available to this process: check `nvidia-smi` and "
+                f"CUDA_VISIBLE_DEVICES, or set {DEVICE_VARIABLE}=sim to simulate a device on the CPU"
+            )
         from mindspeed_swap.core.accelerator.cuda import prepare_allocator
 
         prepare_allocator(asked_by)
