@@ -291,7 +291,7 @@ def test_a_report_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_pat
 @pytest.mark.parametrize(
     "host_gib, remedy",
     [
-        (1.0, "the rest cannot move (floor: known only after two steps that fit): give the device (or the target) more"),
+        (1.0, "the rest cannot move (floor: known only after two steps that fit): give the device"),
         (1 / 4096, "host memory (0.2 MiB) is used up: raise --swap-host-memory"),
     ],
 )
