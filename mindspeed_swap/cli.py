@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--run", dest="run_id", metavar="ID", help="which run, if DIR holds files of several")
     report.set_defaults(run=_report)
     what_if = commands.add_parser("what-if", help="predicted step time against memory, from a recorded step")
-    what_if.add_argument("path", metavar="DIR|TRACE", help="the folder given to --swap-report-dir, or a step_trace.json")
+    what_if.add_argument("path", metavar="DIR|TRACE", help="what --swap-report-dir named, or a step_trace.json")
     what_if.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="peaks to plan for, such as 30GiB")
     what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
     what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")

@@ -4,6 +4,14 @@ from __future__ import annotations
 import os
 import sys
 
+_quiet = _everywhere = False
+
+
+def speak(at_all: bool, everywhere: bool) -> None:
+    """Whether ``say`` prints, and whether on all ranks."""
+    global _quiet, _everywhere
+    _quiet, _everywhere = not at_all, everywhere
+
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
@@ -21,8 +29,10 @@ def speak_for_stage() -> None:
 def say(message: str, *, every_rank: bool = False, every_stage: bool = False) -> None:
     """Print one line. ``every_rank`` adds the rank's number and prints on all of them, ``every_stage`` on the first of
     each pipeline stage: one line per rank would be thousands."""
+    if _quiet:
+        return
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if (every_rank and several) or (every_stage and _speaks_for_stage):
+    if ((every_rank or _everywhere) and several) or (every_stage and _speaks_for_stage):
         print(f"[mindspeed_swap rank {rank()}] {message}", file=sys.stdout, flush=True)
     elif rank() == 0:
         print(f"[mindspeed_swap] {message}", file=sys.stdout, flush=True)

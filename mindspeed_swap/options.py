@@ -4,9 +4,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from mindspeed_swap.virtual_optimizer.amount import VirtualOptions, virtual_options
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.log import say, speak
+from mindspeed_swap.smart_swap.knobs import KNOBS
+from mindspeed_swap.smart_swap.policy import Policy
+from mindspeed_swap.smart_swap.policy_file import SHIPPED, read_policy_file
+from mindspeed_swap.units import GIB
+from mindspeed_swap.virtual_optimizer.amount import FLAG, VirtualOptions, virtual_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +24,9 @@ class Options:
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
     layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
     virtual_optimizer: VirtualOptions | None = None
+    policy: Policy = Policy()
+    plan_file: str | None = None
+    plan_save: str | None = None
 
     @property
     def any(self) -> bool:
@@ -34,7 +44,44 @@ class Options:
         """Raises SettingError on values that cannot be."""
         layout = {name: getattr(args, name, None) for name in _SHAPES}
         model = " ".join(f"{name}={value}" for name, value in layout.items())
-        return cls(args.smart_swap, args.swap_host_memory, args.swap_report_dir, model, layout, virtual_options(args))
+        policy, report, save = Policy(), args.swap_report_dir, args.swap_plan_save
+        if args.smart_swap:
+            policy, settings = _policy(args.swap_policy_config, args.swap_memory_target)
+            if policy.saves_most:
+                _stream_optimizer(args)
+            folder = settings.get("output_root_path", KNOBS["output_root_path"].default)
+            if settings.get("save_profiler_data"):
+                report = report or folder
+            if settings.get("save_policy"):
+                save = save or str(Path(folder) / "plan.{rank}.json")
+        return cls(
+            args.smart_swap, args.swap_host_memory, report, model, layout, virtual_options(args), policy,
+            args.swap_plan, save,
+        )  # fmt: skip
+
+
+def _policy(path: str | None, target_gib: float | None) -> tuple[Policy, Mapping[str, Any]]:
+    """Of the policy file and the flag above it, and what the file says by name. Raises SettingError."""
+    settings = read_policy_file(path or SHIPPED)
+    speak(settings.get("print_level", 1) < 2, settings.get("print_rank", 0) < 0)
+    policy = Policy.of(settings)
+    if target_gib is not None:
+        policy = policy.with_target(int(target_gib * GIB))
+    unused = [name for name in settings if not KNOBS[name].effect]
+    if unused:
+        say(f"smart-swap: without effect here, nothing corresponds to them: {', '.join(unused)}")
+    say(f"smart-swap: {policy.line}; policy of {path or 'swap_policy_config.py as installed'}")
+    return policy, settings
+
+
+def _stream_optimizer(args: argparse.Namespace) -> None:
+    """BETTER_MEMORY_SAVING is the virtual optimizer, all of it, streamed. COMPAT then sees its flag."""
+    if args.virtual_optimizer is not None:
+        raise SettingError(
+            f"policy_pref = SwapPolicyPref.BETTER_MEMORY_SAVING and {FLAG} both move the optimizer's state: leave the "
+            "flag out, or set SwapPolicyPref.BETTER_PERFORMANCE"
+        )
+    args.virtual_optimizer, args.virtual_optimizer_mode = ["all"], "streamed"
 
 
 _SHAPES = (

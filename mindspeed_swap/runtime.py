@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,21 +21,24 @@ from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
-from mindspeed_swap.core.solve import Infeasible
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.smart_swap.group_peers import GroupPeers
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
+from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+from mindspeed_swap.smart_swap.shapes import Shapes
 from mindspeed_swap.units import format_bytes
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
-_MORE_ROOM = "give the device more room, make a microbatch smaller or recompute a part"
+_MORE_ROOM = "give the device (or the target) more room, make a microbatch smaller or recompute a part"
 
 
 class Runtime:
@@ -42,7 +46,7 @@ class Runtime:
 
     # Of --smart-swap. Without it nothing patched reaches them.
     manager: SwapManager
-    smart_swap: SmartSwap | None = None
+    shapes: Shapes | None = None
 
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
@@ -59,26 +63,37 @@ class Runtime:
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
-        self.smart_swap = self._new_search()
-        self._searches: dict[int, SmartSwap] = {}  # by microbatches per step: a plan fits only the same
+        capacity = self._accelerator.memory().capacity_bytes
+        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options))
         self._models: list[Any] = []
+        self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self._in_optimizer = False
 
+    @property
+    def smart_swap(self) -> SmartSwap | None:
+        return self.shapes.current if self.shapes else None
+
     # ---- called by the patches
+    def meet_peers(self, group: Any) -> None:
+        """The process group of the ranks that run the same layers. Before the first step."""
+        if self.shapes is not None and torch.distributed.get_world_size(group) > 1:
+            self.shapes.peers = GroupPeers(group, self._accelerator)
+
     @contextmanager
     def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
-        """One training step. What it did decides how the next one of as many microbatches runs."""
-        self._choose_search(microbatches)
-        self._models = models
+        """One training step. What it did decides how the next one of the same shape runs."""
+        assert self.shapes is not None
+        capacity = self._accelerator.memory().capacity_bytes
+        self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
+        self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
         self._in_optimizer = False
         self.manager.movable.keep_on_device(_static_tensors(models))
-        order = self.smart_swap.next_step()
-        trace = self._new_trace(optimizer) if order.record else None
-        if order.plan is not None:
-            self.pool.reserve(self.pool.used_bytes + order.plan.swap_bytes)  # used now: by the virtual optimizer
-        self.manager.begin_step(order.plan, trace=trace, read_order=order.read_order)
+        if self.shapes.vary:
+            self.manager.begin_step()
+        else:
+            self._order(self.manager.begin_step)
         self.in_step = True
         try:
             yield
@@ -89,13 +104,23 @@ class Runtime:
             self.in_step = False
         _end_if_terminated()
         stats, trace = self.manager.end_step()
+        search = self.shapes.current
         try:
-            changed = self.smart_swap.after_step(stats, trace)
-        except Infeasible as error:
+            changed = search.after_step(stats, trace)
+        except NoPlan as error:
             raise SettingError(f"--smart-swap: {error}; {_MORE_ROOM}") from None
         if changed:
             # The trace is large: not while tries still follow one another.
-            self.report(with_trace=self.smart_swap.phase is Phase.STABLE)
+            self.report(with_trace=search.phase is Phase.STABLE)
+            self._save_plans()
+
+    def _order(self, begin: Any) -> None:
+        assert self.shapes is not None
+        order = self.shapes.current.next_step()
+        if order.plan is not None:
+            self.pool.reserve(order.host_bytes + self.pool.used_bytes)
+        trace = self._new_trace(self._optimizer) if order.record else None
+        begin(order.plan, trace=trace, read_order=order.read_order)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
@@ -107,9 +132,16 @@ class Runtime:
         self._microbatches[chunk] = number + 1
         return self.manager.forward(number, chunk)
 
-    def layer(self, number: int) -> Any:
+    def layer(self, number: int, entering: Any = None) -> Any:
+        """``entering``: what the layer gets. Of the first one in a step it tells the size of the microbatches."""
         _end_if_terminated()
-        return self.manager.layer(number) if self.in_step else _NOTHING
+        if not self.in_step:
+            return _NOTHING
+        if isinstance(entering, torch.Tensor):
+            assert self.shapes is not None
+            if self.shapes.meet(entering.numel() * entering.itemsize):
+                self._order(self.manager.change_plan)
+        return self.manager.layer(number)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -136,26 +168,20 @@ class Runtime:
     # ---- the rest
     def _why_out_of_memory(self) -> str:
         """The allocator's message knows nothing of what was tried, nor of our settings."""
-        search, stats = self.smart_swap, self.manager.stats
+        search, stats = self.shapes.current, self.manager.stats
         text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
         if stats.host_full:
             return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
         floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
         return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
 
-    def _new_search(self) -> SmartSwap:
-        return SmartSwap(self._accelerator.memory().capacity_bytes)
-
-    def _choose_search(self, microbatches: int) -> None:
-        """Batch size ramp-up changes how many microbatches a step has: each number has plans of its own."""
-        steps = self.smart_swap.steps
-        if not self._searches:
-            self._searches[microbatches] = self.smart_swap
-        elif microbatches not in self._searches:
-            say(f"smart-swap: {microbatches} microbatches from step {steps + 1} on: planned anew")
-            self._searches[microbatches] = self._new_search()
-        self.smart_swap = self._searches[microbatches]
-        self.smart_swap.steps = steps
+    def _save_plans(self) -> None:
+        if self._options.plan_save is None or self.shapes is None or not (plans := self.shapes.stable_plans()):
+            return
+        try:
+            save_plans(_rank_file(self._options.plan_save), rank(), plans)
+        except OSError as error:
+            say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
 
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()
@@ -184,6 +210,14 @@ class Runtime:
             self.manager.close()
         self.pool.close()
         self._accelerator.close()
+
+
+def _rank_file(path: str) -> Path:
+    return rank_file(path, rank(), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _loaded_plans(options: Options) -> dict[Shape, Plan]:
+    return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
 
 
 def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -221,6 +255,7 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
+    _loaded_plans(options)  # what is wrong with the file is said before anything is built
     prepare_device(options.names)
     if options.report_dir:
         check_directory(options.report_dir)

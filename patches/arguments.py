@@ -28,11 +28,31 @@ def _gib(text: str) -> float:
     return value
 
 
+def _target(text: str) -> float:
+    return 0.0 if text.strip() == "0" else _gib(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("mindspeed_swap", "memory hierarchy: host memory behind device memory")
     group.add_argument(
         "--smart-swap", action="store_true",
         help="SmartSwap: record a step, survive out of memory meanwhile, plan which saved tensors go to host memory.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-policy-config", default=None, metavar="FILE",
+        help="--smart-swap: policy file, Python that is EXECUTED (default: swap_policy_config.py as installed).",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-memory-target", type=_target, default=None, metavar="GB",
+        help="--smart-swap: peak of a step in GB of 1024^3 bytes, below what the device has; 0 moves all.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-plan-save", default=None, metavar="FILE",
+        help="--smart-swap: write the plan of the Stable phase there; {rank} is replaced, or .rankN added.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-plan", default=None, metavar="FILE",
+        help="--smart-swap: run the plan saved there and skip the search.",
     )  # fmt: skip
     group.add_argument(
         "--virtual-optimizer", nargs="+", default=None, metavar="GB",
@@ -60,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
     found = compat.errors(args)
+    if not args.smart_swap:
+        found += [
+            f"--{name.replace('_', '-')} is a setting of --smart-swap, which is off: add --smart-swap"
+            for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan")
+            if getattr(args, name, None) is not None
+        ]
     if found:
         raise SettingError("\n".join(found))
 

@@ -115,7 +115,8 @@ FEATURES = (
 
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
-# A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together.
+# A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together. A
+# feature that a row does not name has nothing to do with that flag.
 COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),
@@ -129,21 +130,13 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
-        PRECISION_AWARE: NotTested(),
-        OPTIMIZER_GRAPH: NotTested(),
-        OTHER_OPTIMIZER: Works(),
     },
     "--virtual-optimizer": {
-        RECOMPUTE_SELECTIVE: Works(),
-        RECOMPUTE_FULL: Works(),
-        FINE_GRAINED_OFFLOAD: Works(),
-        LAYER_OFFLOAD: Works(),
         OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),
-        CUDA_GRAPHS: NotTested(),
-        COMBINED_1F1B: Works(),
+        CUDA_GRAPHS: Refused("a captured iteration would be replayed without the copies of the state"),
         FSDP: Refused("it owns the optimizer's state"),
         LOW_PRECISION: NotTested(),
-        CONTEXT_PARALLEL: Works(),
+        CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
         PRECISION_AWARE: Refused("its state has scales beside the moments"),
         OPTIMIZER_GRAPH: Refused("a captured step cannot be cut into slices"),
@@ -184,13 +177,15 @@ def markdown() -> str:
     """The table for the documentation: a line per feature, a column per flag of ours."""
     lines = ["| Megatron | " + " | ".join(f"`{ours}`" for ours in COMPAT) + " |", "|---" * (len(COMPAT) + 1) + "|"]
     lines += [
-        f"| {feature.title} | " + " | ".join(_text(row[feature]) for row in COMPAT.values()) + " |"
+        f"| {feature.title} | " + " | ".join(_text(row.get(feature)) for row in COMPAT.values()) + " |"
         for feature in FEATURES
     ]
     return "\n".join(lines) + "\n"
 
 
-def _text(cell: Cell) -> str:
+def _text(cell: Cell | None) -> str:
+    if cell is None:
+        return "no concern"
     if isinstance(cell, Works):
         return f"works: {cell.note}" if cell.note else "works"
     return f"error: {cell.why}" if isinstance(cell, Refused) else "not tested"

@@ -14,11 +14,11 @@ def _train_step(original: Any) -> Any:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     signature = inspect.signature(original)
-    if_first_of_stage = functools.cache(_speak_if_first_of_stage)
+    once = functools.cache(_meet_peers)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        if_first_of_stage()
+        once()
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
         with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
@@ -27,14 +27,15 @@ def _train_step(original: Any) -> Any:
     return train_step
 
 
-def _speak_if_first_of_stage() -> None:
-    """Stages hold different layers for different times, so their plans differ; within a stage they hardly do."""
+def _meet_peers() -> None:
+    """Stages hold different layers for different times, so their plans differ; within a stage there is one."""
     from megatron.core import parallel_state
 
     several = parallel_state.get_pipeline_model_parallel_world_size() > 1
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
     if several and first:
         speak_for_stage()
+    runtime.get().meet_peers(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
 
 
 def _optimizer_step(original: Any) -> Any:

@@ -11,7 +11,8 @@ from mindspeed_swap.patches.registry import Patch
 def _forward(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with runtime.get().layer(self.layer_number):
+        entering = args[0] if args else kwargs.get("hidden_states")
+        with runtime.get().layer(self.layer_number, entering):
             return original(self, *args, **kwargs)
 
     return forward

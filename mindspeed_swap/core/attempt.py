@@ -20,11 +20,11 @@ from mindspeed_swap.core.windows import RangeMin, link_rates
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 SEARCH_WORK = 40_000
 # Sets of modules tried per target: at least, and one in so many tries.
-FEWEST_SETS, TRIES_PER_SET = 2, 20
+FEWEST_SETS, TRIES_PER_SET = 3, 20
 # What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
 # still missing shows, and the next module may be of a kind that costs far more.
 FIRST_PACE = 0.9
-# With fewer tries there is no search.
+# With fewer tries one way to choose has to do, and no search follows.
 FEWEST_TRIES = 10
 # Points visited by dropping single tensors, per target.
 PRUNE_WORK = 4_000_000
@@ -61,13 +61,9 @@ def corners(stage: Stage) -> list[Corner]:
     return found
 
 
-def _tries(stage: Stage) -> int:
+def tries(stage: Stage) -> int:
+    """How many choices a target is worth."""
     return max(1, SEARCH_WORK // (len(stage.plain.keep) + 2 * len(stage.plain.jobs)))
-
-
-def is_large(stage: Stage) -> bool:
-    """Each try takes so long that one way to choose has to do, and no search follows."""
-    return _tries(stage) < FEWEST_TRIES
 
 
 class Attempt:
@@ -78,8 +74,8 @@ class Attempt:
         self.target = target
         self.least = min(corner.peak for corner in corners)
         self._rank = _UNKNOWN
-        self._tries = _tries(stage)
-        self._large = is_large(stage)
+        self._tries = tries(stage)
+        self._large = self._tries < FEWEST_TRIES
         self._compares = bool(stage.modules) or not self._large  # else the one choice is taken unjudged: half the work
         fitting = [corner for corner in corners if corner.peak <= target]
         self.flags, self.placed, self.curve = fitting[0].flags, fitting[0].placed, fitting[0].curve

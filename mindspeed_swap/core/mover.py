@@ -23,6 +23,9 @@ from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.waits import Wait
 
+# Below this, a wait is the time between two marks, not a wait.
+LATE_MS = 0.02
+
 Observer = Callable[[SavedTensor, "State | None"], None]
 
 
@@ -51,6 +54,7 @@ class Mover:
         self._sole_count = sole_holder_count()
         # Memory of dead tensors that a copy still uses, and the stream it belongs to.
         self._lingering: list[tuple[Event, torch.Tensor, Stream]] = []
+        self._reads: list[tuple[Event, Event]] = []  # (compute reached the read, its load was done), not yet compared
 
     # ---- the books
     def born(self, saved: SavedTensor) -> None:
@@ -185,14 +189,28 @@ class Mover:
             if self.recorder:
                 self.recorder.arrived(saved)
 
-    def finish_load(self, saved: SavedTensor) -> None:
+    def finish_load(self, saved: SavedTensor, *, prefetched: bool) -> None:
         """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
-        self._hold_up(Wait.USE_AFTER_LOAD, self.accelerator.compute_stream(), saved.loaded, saved)
+        stream = self.accelerator.compute_stream()
+        if prefetched:
+            self._reads.append((self.accelerator.record(stream), saved.loaded))
+        self._hold_up(Wait.USE_AFTER_LOAD, stream, saved.loaded, saved)
         buffer, saved.buffer = saved.buffer, None
         assert buffer is not None
         saved.adopt(buffer)
         self._free_block(saved, saved.loaded)
         self._move(saved, State.DEVICE)
+
+    def count_late_loads(self) -> None:
+        """Compare when reads were reached with when their loads were done, both in device time: the host, which may be
+        far ahead, cannot tell. What is still to come is left for the next call."""
+        undone = []
+        for reached, loaded in self._reads:
+            if not (self.accelerator.done(reached) and self.accelerator.done(loaded)):
+                undone.append((reached, loaded))
+            elif self.accelerator.elapsed_ms(reached, loaded) > LATE_MS:
+                self.stats.late_loads += 1
+        self._reads = undone
 
     def _free_block(self, saved: SavedTensor, after: Event) -> None:
         block, saved.block = saved.block, None

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mindspeed_swap.core.attempt import Attempt, Corner, corners, is_large
+from mindspeed_swap.core.attempt import Attempt, Corner, corners, tries
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
 from mindspeed_swap.core.recompute import Module, full_recompute, modules_of
@@ -108,11 +108,14 @@ class _Solver:
 
         A target within the budget fits by construction, so it is planned only when it comes to the answer: the taken
         node with the highest peak, which a later target decides unless its peak is below an earlier target. Nor does a
-        target far above the budget need a plan: pruning leaves less room than the largest thing that is moved."""
+        target far above the budget need a plan: pruning leaves less room than the largest thing that is moved. Where a
+        plan takes long, targets lie further apart than that, and none above the budget is looked at."""
         low, high = self.least.peak, max(self.keep)
         sizes = [job.nbytes for job in self.stage.plain.jobs] + [m.freed_bytes for m in self.stage.modules]
         spare = max(sizes, default=0)
-        finest = max(1, spare // 2) if is_large(self.stage) else 1
+        finest = 1
+        if tries(self.stage) == 1:
+            finest, spare = 2 * spare, 0
         full = next((corner.peak for corner in self.corners if not corner.placed and low < corner.peak < high), None)
         taken = [low]
         for depth in range(TREE_DEPTH):

@@ -15,7 +15,7 @@ class StepStats:
     most_saved_bytes: int = 0  # alive at once, wherever their bytes were
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
-    late_loads: int = 0  # prefetched, but the copy was not done when backward wanted it
+    late_loads: int = 0  # prefetched, but compute had to wait; those of a step's end may count in the next
     on_demand_loads: int = 0  # not prefetched at all
     skipped_prefetches: int = 0  # no room on the device when the plan wanted it back
     evictions: int = 0

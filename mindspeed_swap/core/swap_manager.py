@@ -105,6 +105,13 @@ class SwapManager:
             self._scope = None
             self._by_key.clear()
             self._mover.stats = StepStats()
+        self.change_plan(plan, trace=trace, read_order=read_order)
+
+    def change_plan(
+        self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None
+    ) -> None:
+        """From here on, in the middle of a step: for what is saved from now on. A record of it begins anew."""
+        with self._lock:
             self._swaps = {swap.key: swap for swap in plan.swaps} if plan else {}
             self._releases, self._prefetches = {}, {}
             for swap in self._swaps.values():
@@ -120,10 +127,12 @@ class SwapManager:
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self._at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
-        if recorder is None:
-            return self.stats, None
-        recorder.trace.evicted_bytes = self.stats.evicted_bytes
-        return self.stats, recorder.finish()
+        trace = None
+        if recorder is not None:
+            recorder.trace.evicted_bytes = self.stats.evicted_bytes
+            trace = recorder.finish()
+        self._mover.count_late_loads()
+        return self.stats, trace
 
     def enter_optimizer(self) -> None:
         self._at(Position(OPTIMIZER, 0, 0, OUTSIDE, ENTER))
@@ -242,10 +251,8 @@ class SwapManager:
             if saved.state is State.LEAVING:
                 mover.stay(saved)
             elif saved.state is State.RETURNING:
-                if prefetched and not self.accelerator.done(saved.loaded):
-                    self.stats.late_loads += 1
                 self._forget_storage(saved)
-                mover.finish_load(saved)
+                mover.finish_load(saved, prefetched=prefetched)
                 self._by_storage[saved.identity] = saved
             if first and mover.recorder:
                 mover.recorder.read(saved)

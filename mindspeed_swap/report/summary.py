@@ -14,8 +14,9 @@ target_bytes       peak that plans must stay under
 peak_bytes         predicted peak of a step that swaps nothing
 floor_bytes        peak that no plan goes below; ``floor`` has its parts
 plan               the one in force: bytes, number of tensors, and what was predicted of it before it ran
+warm_up            the recorded step that the first plan was made from: evictions and waits in it, what could move
 tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,
-                   prefetches without room), measured peak and step time
+                   prefetches without room), measured peak and step time, the same as predicted, bytes above the target
 stable             counters since Stable began
 virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved. null: off
 host               budget, pinned and most used bytes of host memory for swapped tensors
@@ -91,13 +92,22 @@ def _smart_swap(search: SmartSwap) -> dict[str, Any]:
         "peak_bytes": search.peak_bytes,
         "floor_bytes": search.floor.bytes if search.floor else None,
         "floor": asdict(search.floor) if search.floor else None,
+        "warm_up": asdict(search.warm_up) if search.warm_up else None,
         "plan": {
             "swap_bytes": plan.swap_bytes if plan else 0,
             "tensors": len(plan.swaps) if plan else 0,
             "prediction": asdict(plan.prediction) if plan and plan.prediction else None,
         },
         "tries": [
-            {"swap_bytes": t.plan.swap_bytes, "trouble": t.trouble, "peak_bytes": t.peak_bytes, "step_ms": t.step_ms}
+            {
+                "swap_bytes": t.plan.swap_bytes,
+                "trouble": t.trouble,
+                "peak_bytes": t.peak_bytes,
+                "step_ms": t.step_ms,
+                "over_bytes": t.over_bytes,
+                "predicted_peak_bytes": max(t.plan.prediction.peak_bytes.values()) if t.plan.prediction else None,
+                "predicted_step_ms": t.plan.prediction.step_ms if t.plan.prediction else None,
+            }
             for t in search.tries
         ],
         "stable": asdict(search.stable),

@@ -6,28 +6,40 @@ the worst a plan can do is to be slow.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.simulate import simulate
-from mindspeed_swap.core.solve import Floor, Infeasible, floor, solve
+from mindspeed_swap.core.simulate import memory_curve
+from mindspeed_swap.core.solve import Floor, floor
 from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key, StepTrace
+from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
+from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
+from mindspeed_swap.smart_swap.policy import MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
-# Room the plan leaves below the capacity: what a step needs varies by a little from one to the next.
-RESERVE_SHARE = 0.02
-# A plan is tried at most so often before the best one measured is kept.
-MAX_TRIES = 8
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
+# How often the room is enlarged for one try before its plan is taken to be the only one. AUTO doubles it each time.
+ROOM_TRIES = 3
 # By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
 SPREAD_STEPS = 32
+
+
+def tell(message: str) -> None:
+    """Once per pipeline stage: within one, all do the same."""
+    say(message, every_stage=True)
+
+
+class NoPlan(ValueError):
+    """What was asked for cannot be had. The message says how much there is at least, or what is missing."""
 
 
 class Phase(Enum):
@@ -43,17 +55,36 @@ class StepOrder:
     plan: Plan | None
     record: bool
     read_order: Mapping[Key, int]
+    host_bytes: int  # that the plan needs
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A plan and what it did."""
+    """A plan and what it did, on the rank that fared worst."""
 
     plan: Plan
     trouble: int  # loads that were not prefetched, prefetches without room, evictions
+    over_bytes: int  # measured peak above the target
     peak_bytes: int
     step_ms: float
-    step: ExecutedStep
+    step: ExecutedStep  # of this rank
+
+    @property
+    def rank(self) -> tuple[bool, int, float]:
+        return self.trouble > 0 or self.over_bytes > 0, self.over_bytes, self.step_ms
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How good the trace is that the first plan is made from."""
+
+    steps: int
+    evicted_bytes: int  # while it was recorded
+    stall_ms: float  # its times are without that
+    saved: int
+    candidates: int
+    candidate_bytes: int
+    peak_measured_bytes: int
 
 
 def _trouble(stats: StepStats) -> int:
@@ -69,34 +100,61 @@ class StableCounters:
     skipped_prefetches: int = 0
 
 
+class _Facts(NamedTuple):
+    """Of a step, on the rank that fared worst. ``together``: all peers are in the same state, so they decide alike."""
+
+    unready: float  # 1: no plan may be made from this step
+    trouble: float
+    over: float  # peak of the step without swap (WarmUp), measured peak (SearchPolicy) above the target
+    peak: float
+    step_ms: float
+    host_missing: float  # minus what swap may take of the host
+    together: bool = True
+
+
 @dataclass(slots=True)
 class SmartSwap:
-    """One per rank. ``next_step`` before a step, ``after_step`` after it."""
+    """One per rank and shape of step. ``next_step`` before a step, ``after_step`` after it."""
 
     capacity_bytes: int
+    policy: Policy = Policy()
+    peers: Peers = field(default_factory=Peers)
+    name: int = 0  # of the shape; peers with another one decide for themselves
+    tell: Callable[[str], None] = tell
+    host_bytes: int | None = None  # that swap may take; None: no limit
     phase: Phase = Phase.WARM_UP
     steps: int = 0
     plan: Plan | None = None
     target_bytes: int = 0
     peak_bytes: int = 0  # what the step would need if nothing were swapped
     floor: Floor | None = None
+    warm_up: WarmUp | None = None
     tries: list[Try] = field(default_factory=list)
     stable: StableCounters = field(default_factory=StableCounters)
     shown: ExecutedStep | None = None  # for reports: the step of the try that Stable runs; before that, the last one
     _read_order: Mapping[Key, int] = field(default_factory=dict)
-    _reserve_bytes: int = 0
+    _extra_bytes: int = 0  # below the target: learned from tries
+    _excess: float = 0.0  # of the step without swap above the target, on the rank that has most
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
+    _saved: int = 0  # tensors, in the step that the plan was made from
     _bad_steps: int = 0
+    _afresh: bool = True  # the next recorded step is planned from as if it were the first
+    _told: str = ""
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
-    def __post_init__(self) -> None:
-        self._reserve_bytes = int(self.capacity_bytes * RESERVE_SHARE)
+    @classmethod
+    def from_plan(cls, plan: Plan, **given: object) -> SmartSwap:
+        """Runs a plan that was saved: no WarmUp, no search."""
+        search = cls(**given)  # type: ignore[arg-type]
+        search.plan, search.phase, search.target_bytes = plan, Phase.STABLE, plan.budget_bytes
+        return search
 
     def next_step(self) -> StepOrder:
-        return StepOrder(self.plan, self.phase is not Phase.STABLE, self._read_order)
+        host_bytes = host_need(self.plan) if self.plan else 0
+        return StepOrder(self.plan, self.phase is not Phase.STABLE, self._read_order, host_bytes)
 
     def after_step(self, stats: StepStats, trace: StepTrace | None) -> bool:
-        """Take a step's outcome in. True if the phase or the plan changed. Raises Infeasible."""
+        """Take a step's outcome in. True if the phase or the plan changed. Raises NoPlan."""
         self.steps += 1
         self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
@@ -104,85 +162,139 @@ class SmartSwap:
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
-        if self.phase is Phase.WARM_UP:
-            return self._warmed_up(trace)
-        return self._tried(stats, trace)
+        self._saved = stats.saved
+        return self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
+
+    # ---- with the other ranks
+    def _state(self) -> float:
+        tries = 0 if self.phase is Phase.STABLE else len(self.tries)
+        return 1000.0 * list(Phase).index(self.phase) + 2.0 * tries + self._afresh
+
+    def _agree(self, *own: float, later: bool = False) -> _Facts:
+        """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""
+        state = (float(self.name), self._state())
+        values = [*state, *(-each for each in state), *own, -float(self.host_bytes or 0)]
+        worst = self.peers.worst_later(values) if later else self.peers.worst(values)
+        if worst is None:  # not known yet; nobody else's either, so all count the same
+            return _Facts(0, 0, 0, 0, 0, 0)
+        together = worst[:2] == [-each for each in worst[2:4]]
+        return _Facts(*(worst if together else values)[4:], together=together)
 
     # ---- WarmUp
-    def _warmed_up(self, trace: StepTrace) -> bool:
-        if not trace.has_optimizer_state:
-            return False  # the first step allocates optimizer state: its memory is not that of the next
+    def _plan_afresh(self, trace: StepTrace) -> bool:
+        self.peak_bytes = max(memory_curve(trace, ()))
+        soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
+        # The first step allocates optimizer state: its memory is not that of the next.
+        unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
+        facts = self._agree(unready, 0, self.peak_bytes - soft, self.peak_bytes, trace.step_ms)
+        if facts.unready:
+            return False
+        self._afresh, self._extra_bytes, self._excess = False, 0, facts.over
         self.floor = floor(trace)
-        self.peak_bytes = max(simulate(trace, Plan(trace.model, 0)).peak_bytes.values())
-        self._replan(trace)
+        candidates = [record.nbytes for record in trace.saved if is_candidate(record)]
+        self.warm_up = WarmUp(
+            self.steps, trace.evicted_bytes, trace.stall_ms, len(trace.saved), len(candidates), sum(candidates),
+            max(point.peak_bytes for point in trace.points),
+        )  # fmt: skip
+        self._replan(trace, facts)
         assert self.plan is not None
-        if not self.plan.swaps:
-            self._enter(
-                Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}"
-            )
+        if self.plan.swaps:
+            self._enter(Phase.SEARCH, f"swap {format_bytes(self.plan.swap_bytes)} in {len(self.plan.swaps)} tensors")
+        elif facts.over <= 0:
+            self._enter(Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}")
         else:
-            self._enter(
-                Phase.SEARCH,
-                f"swap {format_bytes(self.plan.swap_bytes)} in {len(self.plan.swaps)} tensors",
-            )
+            self._enter(Phase.STABLE, "the policy lets nothing move")
         return True
 
-    def _replan(self, trace: StepTrace) -> None:
+    def _replan(self, trace: StepTrace, facts: _Facts) -> None:
+        """Raises NoPlan. Where peers are together, the leader plans for the one that lacks most."""
+        soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         spread = max(self._saved_bytes) - min(self._saved_bytes)
-        self._reserve_bytes = max(self._reserve_bytes, spread)
-        self.target_bytes = self.capacity_bytes - self._reserve_bytes
-        try:
-            self.plan = solve(trace, self.target_bytes)
-        except Infeasible:
-            # The reserve is caution, not need: without it is still better than not at all.
-            self.plan = solve(trace, self.capacity_bytes)
+        self.target_bytes = min(soft, hard - spread)
+        # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
+        shift = int(min(0.0, (self.peak_bytes - soft) - self._excess)) if facts.together else 0
+        planned = Planned(None)
+        if self.peers.leader or not facts.together:
+            # The reserve and what tries have added are caution, not need: without is still better than not at all.
+            budgets = sorted({each + shift for each in (self.target_bytes - self._extra_bytes, soft, hard)})
+            host = None if self.host_bytes is None else int(-facts.host_missing)
+            planned = make_plan(trace, self.policy, budgets, host)
+        if facts.together:
+            planned = self.peers.share(planned)
+        if planned.plan is None:
+            raise NoPlan(planned.text)
+        if planned.text and planned.text != self._told:
+            self._told = planned.text
+            self.tell(f"smart-swap: {planned.text}")
+        self.plan = planned.plan
 
     def _enter(self, phase: Phase, why: str) -> None:
-        say(
+        self.tell(
             f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, "
-            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}",
-            every_stage=True,
+            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
         )
         self.phase = phase
 
     # ---- SearchPolicy
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:
-        assert self.plan is not None
-        trouble = _trouble(stats)
+        assert self.plan is not None and self.shown is not None
         peak = max(point.peak_bytes for point in trace.points)
-        assert self.shown is not None
-        self.tries.append(Try(self.plan, trouble, peak, trace.step_ms, self.shown))
-        best = min(self.tries, key=lambda tried: (tried.trouble > 0, tried.step_ms))
-        if len(self.tries) < MAX_TRIES and (trouble or self._improved()) and self._next_try(trace, trouble > 0):
+        _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
+        over = 0 if self.policy.moves_all else max(0, peak - most)
+        facts = self._agree(0, _trouble(stats), over, peak, trace.step_ms)
+        trouble, over = int(facts.trouble), int(facts.over)
+        self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
+        if self._may_go_on() and self._next_try(trace, facts):
             return True
+        best = min(self.tries, key=lambda tried: tried.rank)
         self.plan, self._accepted_trouble, self.shown = best.plan, best.trouble, best.step
-        self._reserve_bytes = self.capacity_bytes - best.plan.budget_bytes
+        if self.policy.tries is not None and len(self.tries) < self.policy.tries:
+            return True  # nothing else to try, but the setting says when Stable begins
         self._enter(
             Phase.STABLE,
             f"best of {len(self.tries)} tries: {best.step_ms:.0f} ms, peak {format_bytes(best.peak_bytes)}, "
             f"swap {format_bytes(best.plan.swap_bytes)} in {len(best.plan.swaps)} tensors"
-            + (f", {best.trouble} evictions and loads on demand" if best.trouble else ""),
+            + (f", {best.trouble} evictions and loads on demand" if best.trouble else "")
+            + (f", {format_bytes(best.over_bytes)} ABOVE the target" if best.over_bytes else ""),
         )
         return True
 
+    def _may_go_on(self) -> bool:
+        if self.policy.tries is not None:
+            return len(self.tries) < self.policy.tries
+        last = self.tries[-1]
+        return len(self.tries) < MAX_TRIES and (last.rank[0] or self._improved())
+
     def _improved(self) -> bool:
         """The last try was faster than all before it, by more than steps differ anyway."""
-        *before, last = [tried.step_ms for tried in self.tries if not tried.trouble]
+        *before, last = [tried.step_ms for tried in self.tries if not tried.rank[0]]
         return not before or last < min(before) * (1 - NOISE_SHARE)
 
-    def _next_try(self, trace: StepTrace, more_room: bool) -> bool:
+    def _next_try(self, trace: StepTrace, facts: _Facts) -> bool:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
-        tried = self.plan
-        if more_room:
-            # The step needed more than the plan thought, or the allocator could not use all of the room (fragments).
-            # By how much, the evicted bytes do not say: one that comes back pushes out the next.
-            self._reserve_bytes *= 2
-        try:
-            self._replan(trace)
-        except Infeasible:
-            return False  # no plan leaves more room
-        return self.plan is not None and tried is not None and self.plan.swaps != tried.swaps
+        tried = [each.plan.swaps for each in self.tries]
+        for _ in range(ROOM_TRIES):
+            if facts.trouble:
+                # The step needed more than the plan thought, or the allocator could not use all of the room
+                # (fragments). By how much, the evicted bytes do not say: one that comes back pushes out the next.
+                more = self.policy.adjust_memory
+                self._extra_bytes += self._reserve() + self._extra_bytes if more is None else more
+            self._extra_bytes += int(facts.over)
+            try:
+                self._replan(trace, facts)
+            except NoPlan:
+                return False
+            if self.plan is not None and self.plan.swaps not in tried:
+                return True
+            if not facts.trouble:
+                return False
+        return False
+
+    def _reserve(self) -> int:
+        """Room that was left so far: what AUTO adds after trouble."""
+        soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
+        return hard - soft or int(hard * RESERVE_SHARE)
 
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:
@@ -192,10 +304,14 @@ class SmartSwap:
         counters.late_loads += stats.late_loads
         counters.evictions += stats.evictions
         counters.skipped_prefetches += stats.skipped_prefetches
-        self._bad_steps = self._bad_steps + 1 if _trouble(stats) > self._accepted_trouble else 0
+        if not self._saved:
+            self._saved = stats.saved  # a loaded plan does not know
+        other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
+        facts = self._agree(other, _trouble(stats), 0, 0, 0, later=True)
+        self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
         if self._bad_steps < DRIFT_STEPS:
             return False
-        self._bad_steps = 0
+        self._bad_steps, self._afresh = 0, True
         self.tries.clear()
         self._enter(Phase.SEARCH, "the workload has changed")
         return True

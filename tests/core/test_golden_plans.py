@@ -1,7 +1,7 @@
 """Plans for recorded steps, as text: a change of plan is a visible diff. Rewrite with ``python test_golden_plans.py``.
 
-The recorded ones are real runs of ``scripts/pretrain_gpt_sim.sh`` (4 layers; 1 rank, PP 4, PP 2 with VPP), with a link so
-slow that it matters. ``long_synthetic`` has the sizes of 4 layers at 32768 tokens; no run recorded it.
+The recorded ones are real runs of ``scripts/pretrain_gpt_sim.sh`` (4 layers; 1 rank, PP 4, PP 2 with VPP), with a link
+so slow that it matters. ``long_synthetic`` has the sizes of 4 layers at 32768 tokens; no run recorded it.
 """
 from __future__ import annotations
 

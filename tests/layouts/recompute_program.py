@@ -18,7 +18,7 @@ for name in ("FP8GlobalStateManager", "activation_recompute_forward", "fp8_autoc
     delattr(random, name)
 
 if sys.argv[1] == "patched":
-    adaptor.activate(Options(True, None, None, None, "test"))
+    adaptor.activate(Options(True, None, None, "test"))
 
 torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 parallel_state.initialize_model_parallel()

@@ -22,14 +22,19 @@ TYPED = {
     ),
     compat.FINE_GRAINED_OFFLOAD: ("--fine-grained-activation-offloading", "--fine-grained-activation-offloading"),
     compat.LAYER_OFFLOAD: ("--cpu-offloading-num-layers 1", "--cpu-offloading-num-layers"),
-    compat.OPTIMIZER_OFFLOAD: ("--optimizer-cpu-offload --use-precision-aware-optimizer", "--optimizer-cpu-offload"),
+    compat.OPTIMIZER_OFFLOAD: ("--optimizer-cpu-offload", "--optimizer-cpu-offload"),
     compat.CUDA_GRAPHS: ("--cuda-graph-impl local", "--cuda-graph-impl local"),
     compat.COMBINED_1F1B: ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm"),
     compat.FSDP: ("--use-megatron-fsdp", "--use-megatron-fsdp"),
     compat.LOW_PRECISION: ("--fp8-format hybrid", "--fp8-format"),
     compat.CONTEXT_PARALLEL: ("--context-parallel-size 2", "--context-parallel-size"),
     compat.TRANSFORMER_ENGINE: ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+    compat.PRECISION_AWARE: ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
+    compat.OPTIMIZER_GRAPH: ("--optimizer-cuda-graph", "--optimizer-cuda-graph"),
+    compat.OTHER_OPTIMIZER: ("--optimizer sgd", "--optimizer sgd"),
 }
+# Our flags as typed: with a value, where they want one.
+OURS = {"--virtual-optimizer": "--virtual-optimizer all"}
 # Other names of the same.
 ALSO_TYPED = {
     compat.RECOMPUTE_SELECTIVE: [("--recompute-activations", "--recompute-activations")],
@@ -87,7 +92,7 @@ def lines() -> list[tuple[Feature, str, str]]:
 def answers() -> list:
     """Of every line, with each of our flags in front of it: (features in use, error text, warnings)."""
     pytest.importorskip("megatron.training")
-    asked = [f"{ours} {typed}" for ours in COMPAT for _, typed, _ in lines()]
+    asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines()]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(asked)],
@@ -101,7 +106,7 @@ def test_every_cell_as_the_table_says(answers):
     cells = [(ours, *line) for ours in COMPAT for line in lines()]
     for (ours, feature, _, named), (found, refused, untested) in zip(cells, answers, strict=True):
         assert {title: flag for title, flag in found.items() if flag} == {feature.title: named}
-        cell = COMPAT[ours][feature]
+        cell = COMPAT[ours].get(feature)
         if isinstance(cell, Refused):
             assert refused.startswith(f"{ours} cannot be used with {named}: {cell.why}; ")
             assert refused.endswith(cell.remedy or f"remove {named}")
@@ -112,15 +117,17 @@ def test_every_cell_as_the_table_says(answers):
 
 
 def test_every_flag_has_every_cell():
-    for row in COMPAT.values():
-        assert set(row) == set(FEATURES)
+    of_the_optimizer = {compat.PRECISION_AWARE, compat.OPTIMIZER_GRAPH, compat.OTHER_OPTIMIZER}
+    assert set(COMPAT["--smart-swap"]) == set(FEATURES) - of_the_optimizer
+    assert of_the_optimizer < set(COMPAT["--virtual-optimizer"])
     assert set(TYPED) == set(FEATURES)
 
 
 def test_what_works_is_trained_somewhere():
     from layouts import LAYOUTS as trained
 
-    works = {(ours, feature) for ours, row in COMPAT.items() for feature in row if isinstance(row[feature], Works)}
+    row = COMPAT["--smart-swap"]  # that of the virtual optimizer: tests/virtual_optimizer/test_megatron.py
+    works = {("--smart-swap", feature) for feature in row if isinstance(row[feature], Works)}
     assert works == set(SHOWN_BY)
     for (_, feature), names in SHOWN_BY.items():
         for name in names:
@@ -131,7 +138,9 @@ def test_what_works_is_trained_somewhere():
 def test_only_what_could_not_be_run_is_not_tested():
     for row in COMPAT.values():
         untested = {feature for feature, cell in row.items() if isinstance(cell, NotTested)}
-        assert untested <= {compat.FSDP, compat.LOW_PRECISION, compat.CONTEXT_PARALLEL, compat.TRANSFORMER_ENGINE}
+        assert untested <= {
+            compat.FSDP, compat.LOW_PRECISION, compat.CONTEXT_PARALLEL, compat.TRANSFORMER_ENGINE,
+        }  # fmt: skip
 
 
 def test_all_errors_at_once():
@@ -150,9 +159,9 @@ def test_without_a_flag_of_ours_nothing_is_refused():
 
 def test_the_table_for_the_documentation():
     head, rule, *rows = compat.markdown().splitlines()
-    assert head == "| Megatron | `--smart-swap` |"
-    assert rule == "|---|---|"
+    assert head == "| Megatron | `--smart-swap` | `--virtual-optimizer` |"
+    assert rule == "|---|---|---|"
     assert len(rows) == len(FEATURES)
-    assert "| full recompute | works: the inputs of the recomputed layers are swapped |" in rows
-    assert "| FSDP | not tested |" in rows
+    assert "| full recompute | works: the inputs of the recomputed layers are swapped | no concern |" in rows
+    assert "| FSDP | not tested | error: it owns the optimizer's state |" in rows
     assert any(row.startswith("| CUDA graphs | error: ") for row in rows)

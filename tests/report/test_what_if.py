@@ -51,7 +51,11 @@ def test_without_budgets_a_curve_from_the_floor_to_the_plain_peak(
     ],
 )
 def test_wrong_input_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(folder / "rank0" if arguments == ["."] else folder)
     (folder / "damaged.json").write_text("{")

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import pytest
+from steps import executed
 from traces import Shape, megatron_trace
 
-from mindspeed_swap.core.solve import Infeasible, floor
+from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.smart_swap.search import MAX_TRIES, Phase, SmartSwap
+from mindspeed_swap.smart_swap.policy import MAX_TRIES
+from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 
-SHAPE = Shape(layers=6)
+SHAPE = Shape(layers=4)
 
 
 def peak(trace):
@@ -26,6 +28,11 @@ def warmed_up(capacity, trace=None):
     assert search.next_step().plan is None
     assert search.after_step(StepStats(), trace or megatron_trace(SHAPE))
     return search
+
+
+def tried(search):
+    """The step that runs the plan in force."""
+    return executed(megatron_trace(SHAPE), search.plan)
 
 
 def tight(trace):
@@ -49,7 +56,7 @@ def test_plans_from_the_first_step_that_started_with_optimizer_state(capsys):
 def test_a_clean_try_becomes_stable_and_is_no_longer_recorded(capsys):
     search = warmed_up(tight(megatron_trace(SHAPE)))
     plan = search.next_step().plan
-    search.after_step(StepStats(), megatron_trace(SHAPE))
+    search.after_step(StepStats(), tried(search))
     assert search.phase is Phase.STABLE
     order = search.next_step()
     assert order.plan is plan
@@ -61,7 +68,7 @@ def test_what_eviction_needs_last_comes_from_the_recorded_order():
     trace = megatron_trace(SHAPE)
     order = warmed_up(tight(trace)).next_step().read_order
     first_layer = [order[r.key] for r in trace.saved if r.key.layer == 1 and r.key in order]
-    last_layer = [order[r.key] for r in trace.saved if r.key.layer == 6 and r.key in order]
+    last_layer = [order[r.key] for r in trace.saved if r.key.layer == SHAPE.layers and r.key in order]
     assert min(first_layer) > max(last_layer)
 
 
@@ -79,7 +86,7 @@ def test_case_34_a_plan_of_zero_bytes_above_the_target_is_an_error():
     trace = megatron_trace(SHAPE)
     for record in trace.saved:
         record.movable, record.reason = False, "held by others"
-    with pytest.raises(Infeasible, match="infeasible: the floor is .*, reached in phase"):
+    with pytest.raises(NoPlan, match="infeasible: the floor is .*, reached in phase"):
         warmed_up(int(peak(trace) * 0.9), trace)
 
 
@@ -87,7 +94,7 @@ def test_a_try_in_trouble_leaves_more_room_next_time():
     trace = megatron_trace(SHAPE)
     search = warmed_up(tight(trace))
     first = search.next_step().plan
-    search.after_step(StepStats(evictions=1, evicted_bytes=64 << 20), megatron_trace(SHAPE))
+    search.after_step(StepStats(evictions=1, evicted_bytes=64 << 20), tried(search))
     second = search.next_step().plan
     assert search.phase is Phase.SEARCH
     assert second.swap_bytes > first.swap_bytes
@@ -102,7 +109,7 @@ def test_the_best_measured_try_is_kept_not_the_last(capsys):
         if search.phase is not Phase.SEARCH:
             break
         plans.append(search.next_step().plan)
-        trace = megatron_trace(SHAPE)
+        trace = tried(search)
         trace.step_ms = 100.0 if number == 0 else 500.0
         search.after_step(StepStats(on_demand_loads=trouble), trace)
     assert len(plans) >= 2
@@ -112,7 +119,7 @@ def test_the_best_measured_try_is_kept_not_the_last(capsys):
 
 def test_two_bad_steps_in_a_row_go_back_to_the_search_one_does_not():
     search = warmed_up(tight(megatron_trace(SHAPE)))
-    search.after_step(StepStats(), megatron_trace(SHAPE))
+    search.after_step(StepStats(), tried(search))
     bad = StepStats(on_demand_loads=3, evictions=1)
     search.after_step(bad, None)
     search.after_step(StepStats(), None)
@@ -128,7 +135,7 @@ def test_trouble_that_no_plan_avoided_is_no_drift():
     search = warmed_up(tight(megatron_trace(SHAPE)))
     for _ in range(MAX_TRIES):
         if search.phase is Phase.SEARCH:
-            search.after_step(StepStats(evictions=3), megatron_trace(SHAPE))
+            search.after_step(StepStats(evictions=3), tried(search))
     assert search.phase is Phase.STABLE
     for _ in range(5):
         search.after_step(StepStats(evictions=3), None)

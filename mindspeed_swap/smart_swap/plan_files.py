@@ -1,0 +1,90 @@
+"""Plans as files: ``--swap-plan-save FILE`` and ``--swap-plan FILE``, one file per rank. Pure; imports no torch.
+
+A file holds the plans of all shapes of a step that the rank has met, by (microbatches per step, size class of what
+enters the first layer).
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.errors import SettingError
+
+FILE_VERSION = 1
+# (microbatches per step, size class)
+Shape = tuple[int, int]
+_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+
+
+def size_class(nbytes: int) -> int:
+    """Number of the class: four to an octave, so members differ by less than a quarter. 0 bytes are class 0."""
+    if nbytes < 4:
+        return nbytes
+    octave = nbytes.bit_length() - 1
+    return 4 * (octave - 1) + (nbytes >> (octave - 2)) % 4
+
+
+def rank_file(path: str, rank: int, ranks: int) -> Path:
+    """``{rank}`` is replaced; without it several ranks add their number."""
+    if "{rank}" in path:
+        return Path(path.replace("{rank}", str(rank)))
+    return Path(f"{path}.rank{rank}" if ranks > 1 else path)
+
+
+def save_plans(path: Path, rank: int, plans: Mapping[Shape, Plan]) -> None:
+    """Replaces the file as a whole. Raises OSError."""
+    content = {
+        "version": FILE_VERSION,
+        "rank": rank,
+        "plans": {f"{shape[0]}x{shape[1]}": json.loads(plan.to_json()) for shape, plan in plans.items()},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(json.dumps(content) + "\n")
+        os.replace(partial, path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
+    """Raises SettingError naming the first thing that is not of this run: version, rank, a field of ``model``."""
+    name = f"--swap-plan {path}"
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{name}: cannot be read: {error}") from None
+    found = content.get("version") if isinstance(content, dict) else None
+    if found != FILE_VERSION:
+        raise SettingError(f"{name}: file version {found}, this release reads {FILE_VERSION}: search again")
+    if content.get("rank") != rank:
+        raise SettingError(f"{name}: is the plan of rank {content.get('rank')}, this is rank {rank}: use {{rank}}")
+    plans = {}
+    try:
+        for shape, plan in content["plans"].items():
+            microbatches, number = map(int, shape.split("x"))
+            plans[microbatches, number] = Plan.from_json(json.dumps(plan))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise SettingError(f"{name}: {error}: search again") from None
+    for plan in plans.values():
+        if other := first_difference(plan.model, model):
+            raise SettingError(f"{name}: was made for {other}: search again without --swap-plan")
+    return plans
+
+
+def first_difference(theirs: str, ours: str) -> str:
+    """Of two fingerprints "name=value name=value"; "" if they are equal."""
+    if theirs == ours:
+        return ""
+    there, here = dict(_FIELD.findall(theirs)), dict(_FIELD.findall(ours))
+    for field in dict.fromkeys([*here, *there]):
+        if there.get(field) != here.get(field):
+            return f"{field}={there.get(field)}, this run has {field}={here.get(field)}"
+    return f"{theirs!r:.60}, this run is {ours!r:.60}"

@@ -1,0 +1,112 @@
+"""Shapes: a search of its own for every shape that a step can have. Pure; imports no torch.
+
+A shape is (microbatches per step, size class of what enters the first layer): batch size ramp-up changes the one,
+other sequence lengths the other. Until its first layer runs, a step is taken to be like the one before; once sizes have
+been seen to vary, it has no plan before that: what little is saved until then would follow that of another shape. What
+varies within a shape (the tokens of an expert) moves as it is, whatever size was planned with.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.plan_files import Shape, size_class
+from mindspeed_swap.smart_swap.planning import HOST_SLACK_SHARE
+from mindspeed_swap.smart_swap.policy import Policy
+from mindspeed_swap.smart_swap.search import Phase, SmartSwap, tell
+from mindspeed_swap.units import format_bytes
+
+_UNKNOWN = 0  # size class, before the first layer has run
+
+
+class Shapes:
+    """``current`` is the search of the step that runs, or of the last one."""
+
+    def __init__(self, capacity_bytes: int, policy: Policy, saved: Mapping[Shape, Plan] | None = None) -> None:
+        """``saved``: plans to run without a search. Raises SettingError if this device is too small for one."""
+        self.peers = Peers()
+        self._capacity, self._policy, self._saved = capacity_bytes, policy, dict(saved or {})
+        self._searches: dict[Shape, SmartSwap] = {}
+        self._shape: Shape = (0, _UNKNOWN)
+        self._sized = False
+        self._host_bytes = 0
+        self.current = SmartSwap(capacity_bytes, policy)
+        for plan in self._saved.values():
+            peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
+            if peak > capacity_bytes:
+                raise SettingError(
+                    f"--swap-plan: its step needs {format_bytes(peak)} and this device gives "
+                    f"{format_bytes(capacity_bytes)}: search again without --swap-plan"
+                )
+
+    def begin(self, microbatches: int, capacity_bytes: int, host_bytes: int) -> SmartSwap:
+        """A step begins. Of the device there are ``capacity_bytes`` (scripts change that late), and for swap
+        ``host_bytes`` of the host."""
+        self._sized, self._capacity = False, capacity_bytes
+        self._host_bytes = int(max(0, host_bytes) * (1 - HOST_SLACK_SHARE))
+        return self._choose((microbatches, self._shape[1]))
+
+    @property
+    def vary(self) -> bool:
+        """Steps of several sizes have been met."""
+        return len({size for _, size in self._searches} - {_UNKNOWN}) > 1
+
+    def meet(self, nbytes: int) -> bool:
+        """A layer gets a tensor of so many bytes. True if the plan of ``current`` begins here."""
+        if self._sized:
+            return False
+        self._sized, varied = True, self.vary
+        microbatches, before = self._shape
+        shape = microbatches, size_class(nbytes)
+        if shape == self._shape:
+            return varied
+        if before == _UNKNOWN:  # the very first step
+            del self._searches[self._shape]
+            if shape not in self._saved:
+                self._searches[shape], self._shape = self.current, shape
+                self.current.name = _name(shape)
+                if self._saved:
+                    tell(f"smart-swap: the plan file has none for {_text(shape)}: searched for")
+                return False
+        self._choose(shape)
+        return True
+
+    def _choose(self, shape: Shape) -> SmartSwap:
+        search = self._searches.get(shape)
+        if search is None:
+            search = self._searches[shape] = self._new(shape)
+        search.steps, search.capacity_bytes, search.host_bytes = self.current.steps, self._capacity, self._host_bytes
+        self._shape, self.current = shape, search
+        return search
+
+    def _new(self, shape: Shape) -> SmartSwap:
+        plan = self._saved.get(shape)
+        if plan is None:
+            if self._searches and shape[1] == self._shape[1]:
+                tell(f"smart-swap: {shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
+            elif self._searches:
+                tell(f"smart-swap: {_text(shape)} from step {self.current.steps + 1} on: planned anew")
+            return SmartSwap(self._capacity, self._policy, self.peers, _name(shape))
+        tell(f"smart-swap: plan of the file: {format_bytes(plan.swap_bytes)} in {len(plan.swaps)} tensors, no search")
+        return SmartSwap.from_plan(
+            plan, capacity_bytes=self._capacity, policy=self._policy, peers=self.peers, name=_name(shape)
+        )
+
+    def stable_plans(self) -> dict[Shape, Plan]:
+        """Of all shapes met whose search is over."""
+        return {
+            shape: search.plan
+            for shape, search in self._searches.items()
+            if search.phase is Phase.STABLE and search.plan is not None
+        }
+
+
+def _name(shape: Shape) -> int:
+    """A number that peers can compare."""
+    return shape[0] * 1000 + shape[1]
+
+
+def _text(shape: Shape) -> str:
+    return f"{shape[0]} microbatches of size class {shape[1]}"

@@ -1,0 +1,279 @@
+"""The phases on recorded steps, with default and odd settings, alone and among peers."""
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from steps import executed, peak, run, settle
+from traces import MIB, Shape, megatron_trace
+
+from mindspeed_swap.core.solve import floor
+from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.policy import Policy
+from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+
+SHAPE = Shape(layers=4, sites_mib=(16, 32, 64), transient_mib=32, static_mib=256, optimizer_mib=32, logits_mib=16)
+TRACE = megatron_trace(SHAPE)
+FIRST = replace(TRACE, has_optimizer_state=False)
+LOW = floor(TRACE).reachable_bytes
+CAPACITY = (LOW + peak(TRACE)) // 2
+SAVED = len(TRACE.saved)
+
+
+def search(settings=None, capacity=CAPACITY, **given) -> SmartSwap:
+    return SmartSwap(capacity, Policy.of(settings or {}), **given)
+
+
+@pytest.mark.parametrize("warmup, stable", [(1, 2), (2, 3), (2, 10), (5, 6), (3, 20)])
+def test_warmup_step_and_stable_step_in_their_meaning(warmup, stable):
+    it = search({"warmup_step": warmup, "stable_step": stable})
+    phases = []
+    for step in range(1, stable + 3):
+        run(it, FIRST if step == 1 else TRACE)
+        phases.append(it.phase)
+    first_plan = max(2, warmup)  # the first step has no optimizer state
+    assert phases[: first_plan - 1] == [Phase.WARM_UP] * (first_plan - 1)
+    late = max(stable, first_plan + (stable - warmup))
+    assert phases[first_plan - 1 : late - 1] == [Phase.SEARCH] * (late - first_plan)
+    assert phases[late - 1 :] == [Phase.STABLE] * (stable + 3 - late)
+
+
+def test_by_default_tries_go_on_while_they_gain_8_at_most():
+    it = search()
+    run(it, FIRST)
+    run(it, TRACE)
+    for number in range(20):
+        if it.phase is Phase.STABLE:
+            break
+        # each try a tenth faster than the one before, and other times, so that the next plan is another one
+        step = executed(TRACE, it.plan)
+        points = [replace(p, time_ms=p.time_ms * (1 + 0.3 * number * (i % 7))) for i, p in enumerate(step.points)]
+        it.after_step(StepStats(saved=SAVED), replace(step, points=points, step_ms=100 * 0.9**number))
+    assert len(it.tries) <= 8 and it.phase is Phase.STABLE
+    assert it.plan is it.tries[-1].plan
+
+
+def test_case_36_try_2_slower_on_purpose_stable_runs_try_1():
+    it = search({"stable_step": 4})
+    run(it, FIRST)
+    run(it, TRACE)
+    plans = []
+    for step_ms in (100.0, 300.0):
+        plans.append(it.next_step().plan)
+        stats = StepStats(saved=SAVED)
+        it.after_step(stats, replace(executed(TRACE, it.plan), step_ms=step_ms))
+    assert it.phase is Phase.STABLE
+    assert it.plan is plans[0]
+    assert [tried.step_ms for tried in it.tries] == [100.0, 300.0]
+
+
+def test_the_prediction_is_there_before_the_step_and_holds():
+    it = search()
+    run(it, FIRST)
+    run(it, TRACE)
+    predicted = it.next_step().plan.prediction
+    run(it, TRACE)
+    tried = it.tries[0]
+    assert tried.peak_bytes == max(predicted.peak_bytes.values()) <= CAPACITY
+    assert tried.step_ms == pytest.approx(predicted.step_ms)
+    assert it.warm_up.candidate_bytes > 0 and it.warm_up.steps == 2
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7, 0.6, 0.5])
+def test_a_target_with_room_to_spare_on_the_device(share):
+    target = int(share * peak(TRACE))
+    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE))
+    if target < LOW:
+        run(it, FIRST)
+        with pytest.raises(NoPlan, match="infeasible: the floor is .*, reached in phase"):
+            run(it, TRACE)
+        return
+    settle(it, TRACE)
+    assert it.target_bytes == int(0.98 * target)
+    assert min(tried.peak_bytes for tried in it.tries) <= target
+    assert max(it.plan.prediction.peak_bytes.values()) <= target
+
+
+def test_with_room_to_spare_and_nothing_asked_nothing_moves():
+    it = search(capacity=2 * peak(TRACE))
+    assert settle(it, TRACE) == 2
+    assert it.plan.swaps == ()
+
+
+def test_a_measured_peak_above_the_target_is_planned_against():
+    target = CAPACITY
+    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE))
+    run(it, FIRST)
+    run(it, TRACE)
+    over = 40 * MIB
+    step = executed(TRACE, it.plan)
+    high = max(range(len(step.points)), key=lambda i: step.points[i].peak_bytes)
+    step.points[high] = replace(step.points[high], peak_bytes=target + over)
+    it.after_step(StepStats(saved=SAVED), step)
+    assert it.tries[0].over_bytes == over
+    assert it.phase is Phase.SEARCH
+    assert it.plan.budget_bytes == int(0.98 * target) - over
+
+
+def test_adjust_memory_is_added_after_each_try_in_trouble():
+    it = search({"adjust_memory": 10 * MIB, "redundant_memory": 20 * MIB}, CAPACITY + 20 * MIB)
+    run(it, FIRST)
+    run(it, TRACE)
+    budgets = []
+    for _ in range(3):
+        budgets.append(it.plan.budget_bytes)
+        run(it, TRACE, StepStats(saved=SAVED, evictions=1))
+    first, second, third = budgets
+    assert first == CAPACITY
+    for before, after in ((first, second), (second, third)):  # more than once where once gives the same plan again
+        assert before > after and (before - after) % (10 * MIB) == 0
+
+
+@pytest.mark.parametrize("stats", [StepStats(saved=SAVED, evictions=4), StepStats(saved=2 * SAVED)])
+def test_case_35_drift_in_stable_is_planned_for_within_3_steps(stats):
+    """Out of memory survived by eviction, or twice as many saves as in the step that was planned from."""
+    it = search()
+    settle(it, TRACE)
+    grown = megatron_trace(replace(SHAPE, sites_mib=(20, 40, 80)))
+    before = it.plan
+    for _ in range(3):
+        assert it.plan is before
+        order = it.next_step()
+        it.after_step(stats, grown if order.record else None)
+    assert it.phase is Phase.SEARCH
+    assert it.plan is not before
+    assert it.peak_bytes == peak(grown)
+    assert max(it.plan.prediction.peak_bytes.values()) <= CAPACITY
+    settle(it, grown)
+
+
+def test_op_diff_thresh():
+    it = search({"op_diff_thresh": 0.5})
+    settle(it, TRACE)
+    for _ in range(5):
+        it.after_step(StepStats(saved=int(1.4 * SAVED)), None)
+    assert it.phase is Phase.STABLE
+
+
+def test_a_plan_that_was_saved_runs_at_once_and_drift_searches_again():
+    first = search()
+    settle(first, TRACE)
+    it = SmartSwap.from_plan(first.plan, capacity_bytes=CAPACITY)
+    order = it.next_step()
+    assert order.plan is first.plan and not order.record
+    for _ in range(2):
+        it.after_step(StepStats(saved=SAVED, evictions=1), None)
+    assert it.phase is Phase.SEARCH
+    settle(it, TRACE)
+
+
+def test_trimmed_to_the_host_is_said_once(capsys):
+    it = search({"target_mode": True, "target_memory": 0}, 10 * peak(TRACE), host_bytes=64 * MIB)
+    settle(it, TRACE)
+    assert capsys.readouterr().out.count("trimmed from") == 1
+    assert it.plan.swap_bytes > 0 and it.next_step().host_bytes <= 64 * MIB
+
+
+# ---- among peers
+class Board:
+    """What several threads need to act as the ranks of one group."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.slots: list = [None] * count
+        self.calls = 0
+
+    def exchange(self, rank: int, value):
+        self.slots[rank] = value
+        self.barrier.wait()
+        result = list(self.slots)
+        self.barrier.wait()
+        return result
+
+
+class ThreadPeers(Peers):
+    def __init__(self, board: Board, rank: int) -> None:
+        self.board, self.number, self.count, self.leader = board, rank, board.count, rank == 0
+        self.pending = None
+
+    def _reduce(self, values):
+        self.board.calls += 1
+        everybody = self.board.exchange(self.number, list(values))
+        return [max(column) for column in zip(*everybody, strict=True)]
+
+    def worst(self, values):
+        self.pending = None
+        return self._reduce(values)
+
+    def worst_later(self, values):
+        before, self.pending = self.pending, self._reduce(values)
+        return before
+
+    def share(self, value):
+        return self.board.exchange(self.number, value)[0]
+
+
+def together(traces, steps: int, stats=None, names=(0, 0), capacities=(CAPACITY, CAPACITY)):
+    """Both ranks in threads. Returns the searches, or raises what one of them raised."""
+    board = Board(2)
+    searches = [
+        SmartSwap(c, Policy(), ThreadPeers(board, r), names[r], tell=lambda text: None)
+        for r, c in enumerate(capacities)
+    ]
+    failures: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        try:
+            for step in range(steps):
+                trace = traces[number] if step else replace(traces[number], has_optimizer_state=False)
+                run(searches[number], trace, stats(number, step) if stats else None)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return searches
+
+
+def test_peers_follow_one_plan_though_their_clocks_differ():
+    slower = replace(TRACE, points=[replace(p, time_ms=1.4 * p.time_ms) for p in TRACE.points])
+    one, other = together([TRACE, slower], 8)
+    assert one.phase is other.phase is Phase.STABLE
+    assert one.plan == other.plan and one.plan.swaps
+    assert [t.step_ms for t in one.tries] == [t.step_ms for t in other.tries]
+
+
+def test_the_plan_is_for_the_peer_that_lacks_most():
+    one, other = together([TRACE, TRACE], 8, capacities=(CAPACITY + 60 * MIB, CAPACITY))
+    assert one.plan == other.plan
+    assert max(one.plan.prediction.peak_bytes.values()) <= CAPACITY
+
+
+def test_an_error_is_everybodys():
+    with pytest.raises(NoPlan, match="infeasible: the floor is"):
+        together([TRACE, TRACE], 3, capacities=(CAPACITY, LOW // 2))
+
+
+def test_trouble_of_one_brings_both_back_to_the_search_at_the_same_step():
+    def stats(number, step):
+        return StepStats(saved=SAVED, evictions=3 if number == 1 and step in (10, 11, 12) else 0)
+
+    one, other = together([TRACE, TRACE], 14, stats)
+    assert one.phase is other.phase
+    assert one.stable.steps == other.stable.steps
+    assert one.stable.evictions == 0 < other.stable.evictions
+    assert len(one.tries) == len(other.tries)
+
+
+def test_peers_with_other_shapes_decide_for_themselves_and_nobody_waits():
+    small = megatron_trace(replace(SHAPE, sites_mib=(12, 24, 48)))
+    one, other = together([TRACE, small], 10, names=(7, 6))
+    assert one.plan.swap_bytes > other.plan.swap_bytes
