@@ -111,11 +111,11 @@ def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.Argument
 def _validate_args(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
-        result = original(args, *rest, **kwargs)
         if not hasattr(args, "smart_swap"):  # not of our parser, so without our flags
             _must_not_be_given()
-            return result
+            return original(args, *rest, **kwargs)
+        check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
+        result = original(args, *rest, **kwargs)
         options = Options.from_args(args)
         if options.any:
             check(args)  # again: what the script gave as defaults is known by now
