@@ -166,15 +166,6 @@ class Runtime:
         return self._virtual
 
     # ---- the rest
-    def _why_out_of_memory(self) -> str:
-        """The allocator's message knows nothing of what was tried, nor of our settings."""
-        search, stats = self.shapes.current, self.manager.stats
-        text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
-        if stats.host_full:
-            return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
-        floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
-        return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
-
     def _save_plans(self) -> None:
         if self._options.plan_save is None or self.shapes is None or not (plans := self.shapes.stable_plans()):
             return
@@ -182,6 +173,16 @@ class Runtime:
             save_plans(_rank_file(self._options.plan_save), rank(), plans)
         except OSError as error:
             say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
+
+    def _why_out_of_memory(self) -> str:
+        """The allocator's message knows nothing of what was tried, nor of our settings."""
+        assert self.shapes is not None
+        search, stats = self.shapes.current, self.manager.stats
+        text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
+        if stats.host_full:
+            return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
+        floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
+        return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
 
     def _new_trace(self, optimizer: Any) -> StepTrace:
         memory = self._accelerator.memory()

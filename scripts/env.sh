@@ -1,6 +1,6 @@
 # Sourced by the other scripts. Makes .venv at the repository's root with everything in requirement.txt and this
 # checkout, or takes the one that is there. Afterwards: $ROOT, $PYTHON (of the environment), $GPU_NAME (empty: none).
-# Needs bash, network access to a package index, and Python 3.12 or 3.13 (or uv, which can fetch one).
+# Needs bash, network access to a package index, and Python 3.12 or 3.13 (or network access for uv, which fetches one).
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
@@ -24,12 +24,21 @@ _find_python() {
             return 0
         fi
     done
-    if command -v uv >/dev/null && uv python install -q 3.12 >&2; then
-        candidate="$(uv python find 3.12)" && _usable "$candidate" && echo "$candidate" && return 0
+    local uv
+    if uv="$(_find_uv)" && "$uv" python install -q 3.12 >&2; then
+        candidate="$("$uv" python find 3.12)" && _usable "$candidate" && echo "$candidate" && return 0
     fi
     echo "No usable Python 3.12 or 3.13 found (on PATH, under pyenv, through uv). Install one with its venv module and
 headers, for example: apt-get install python3.12-dev python3.12-venv, or pyenv install 3.12, or uv python install 3.12" >&2
     return 1
+}
+
+# uv fetches whole Pythons. Where it is not installed, any Python with venv and a package index will do to get it.
+_find_uv() {
+    command -v uv && return 0
+    local folder
+    folder="$(mktemp -d)" && python3 -m venv "$folder" >/dev/null 2>&1 || return 1
+    "$folder/bin/pip" --disable-pip-version-check -q install uv >/dev/null 2>&1 && echo "$folder/bin/uv"
 }
 
 _pip() {

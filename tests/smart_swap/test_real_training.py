@@ -1,6 +1,7 @@
 """Real Megatron on the simulated device: targets, plan files, policies. Every run is a process."""
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -31,8 +32,9 @@ def stable_peak(run, rank: int = 0) -> int:
     return max(step["peak_bytes"] for step in steps[len(steps) - run.summaries[rank]["stable"]["steps"] :])
 
 
+@functools.cache
 def reachable(trainer: Trainer) -> int:
-    run = trainer.train(ONE, ONE.dtype, "--smart-swap", "--swap-memory-target", "0", steps=4)
+    run = trainer.train(ONE, ONE.dtype, "--smart-swap", "--swap-memory-target", "0", ITERS="4")
     return run.summaries[0]["floor"]["reachable_bytes"]
 
 
@@ -76,13 +78,14 @@ def test_targets(trainer, level):
         assert "infeasible: the floor is" in done.stderr and "reached in phase" in done.stderr
         return
     assert target >= 1.02 * floor, "between the two nothing is promised: take other levels"
-    run = trainer.train(ONE, ONE.dtype, *flags, steps=14)
+    run = trainer.train(ONE, ONE.dtype, *flags, ITERS="14")
     assert run.digests() == plain_of(trainer, 14).digests()
     assert stable_peak(run) <= target
 
 
+@functools.cache
 def plain_of(trainer: Trainer, steps: int):
-    return trainer.train(ONE, ONE.dtype, steps=steps)
+    return trainer.train(ONE, ONE.dtype, ITERS=str(steps))
 
 
 @pytest.mark.full
