@@ -279,7 +279,7 @@ def test_a_report_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_pat
         import sys
         from mindspeed_swap import runtime
         from mindspeed_swap.options import Options
-        runtime.start(Options(True, None, sys.argv[1], None, "m"))
+        runtime.start(Options(True, None, sys.argv[1], "m"))
         """,
         str(file / "reports"),
         MINDSPEED_SWAP_DEVICE="sim",
@@ -303,7 +303,7 @@ def test_out_of_memory_in_spite_of_swapping_says_what_would_help(host_gib, remed
         device.install()
         from mindspeed_swap import runtime
         from mindspeed_swap.options import Options
-        runtime.start(Options(True, float(sys.argv[1]), None, None, "m"))
+        runtime.start(Options(True, float(sys.argv[1]), None, "m"))
         model, kept = torch.nn.Linear(256, 256), []
         try:
             with runtime.get().step([model], None, 1), runtime.get().microbatch(model):
