@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from simulated import new_pool
 
-from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.step import StepStats
@@ -32,18 +32,7 @@ Body = Callable[[Layer], torch.Tensor]  # the forward of one microbatch; its lay
 def new_manager(
     accelerator, *, host_bytes: int = 64 << 20, min_bytes: int = MIN_BYTES, skip_waits: frozenset[Wait] = frozenset()
 ) -> SwapManager:
-    pool = HostPool(accelerator, host_bytes)
-    _pools.append(pool)
-    return SwapManager(accelerator, pool, min_bytes=min_bytes, skip_waits=skip_waits)
-
-
-_pools: list[HostPool] = []
-
-
-def close_pools() -> None:
-    """After each test, by conftest: late copies would write to memory that is unmapped while it is registered."""
-    while _pools:
-        _pools.pop().close()
+    return SwapManager(accelerator, new_pool(accelerator, host_bytes), min_bytes=min_bytes, skip_waits=skip_waits)
 
 
 def new_trace() -> StepTrace:

@@ -12,7 +12,6 @@ import torch
 from adams import (
     MAKES,
     attach,
-    close_pools,
     differences,
     groups_of,
     parameters,
@@ -21,6 +20,7 @@ from adams import (
     train,
 )
 from cuda_device import needs_gpu, needs_kernels
+from simulated import close_pools
 
 from mindspeed_swap.core.accelerator import cuda
 from mindspeed_swap.core.host_pool import HostPool

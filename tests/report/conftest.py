@@ -3,43 +3,18 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swapping import close_pools
+from simulated import fresh_sim, sim  # noqa: F401
 from traces import Shape, megatron_trace
 
-from mindspeed_swap.core.accelerator.sim import SimAccelerator
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.report.writer import ReportWriter
-from mindspeed_swap.sim import device
 from mindspeed_swap.smart_swap.search import Phase, SmartSwap
-
-LARGE = 64 << 30
-
-
-@pytest.fixture(scope="session")
-def sim() -> Iterator[SimAccelerator]:
-    for variable in (device.CAPACITY_VARIABLE, device.LINK_VARIABLE):
-        os.environ.pop(variable, None)
-    device.install(LARGE)
-    accelerator = SimAccelerator()
-    yield accelerator
-    accelerator.close()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_sim() -> Iterator[None]:
-    yield
-    close_pools()
-    if device.installed():
-        device.extension().shutdown()
-        device.set_capacity(LARGE)
-        device.set_link(device.DEFAULT_LINK_GBPS, device.DEFAULT_LINK_GBPS)
 
 
 class _NoHost:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from simulated import new_pool
 
-from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.units import MIB
 from mindspeed_swap.virtual_optimizer.amount import VirtualOptions
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
@@ -99,14 +99,6 @@ def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-_pools: list[HostPool] = []
-
-
-def close_pools() -> None:
-    while _pools:
-        _pools.pop().close()
-
-
 def attach(
     accelerator: Any,
     *optimizers: torch.optim.Optimizer,
@@ -116,9 +108,8 @@ def attach(
     host_bytes: int = 64 * MIB,
 ) -> VirtualOptimizer:
     """``amount`` in bytes, None for all."""
-    pool = HostPool(accelerator, host_bytes)
-    _pools.append(pool)
-    virtual = VirtualOptimizer(VirtualOptions((amount,), mode, bool(masters)), accelerator, pool)
+    options = VirtualOptions((amount,), mode, bool(masters))
+    virtual = VirtualOptimizer(options, accelerator, new_pool(accelerator, host_bytes))
     virtual.attach(optimizers, masters)
     return virtual
 

@@ -34,13 +34,12 @@ def plain(make, dtypes=(F32,), steps=range(5)):
 @pytest.mark.parametrize("dtypes", [(F32,), (F32, BF16)], ids=["fp32", "mixed"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", MAKES)
-def test_same_bits(sim, make, mode, dtypes, amount):
+def test_same_bits(sim, late_writes, make, mode, dtypes, amount):
     optimizer = MAKES[make](groups_of(parameters(dtypes=dtypes)))
     virtual = attach(sim, optimizer, mode=mode, amount=amount)
     assert virtual.moments_bytes > 0
     train(optimizer, range(5))
     assert differences(optimizer, plain(make, dtypes)) == []
-    assert device.stats()["late_writes"] == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -153,7 +152,7 @@ def test_nothing_on_tensor_is_patched(sim):
     assert all(vars(kind)[name] is value for kind, methods in before.items() for name, value in methods.items())
 
 
-def test_an_error_in_the_step_leaves_state_at_rest(sim):
+def test_an_error_in_the_step_leaves_state_at_rest(sim, late_writes):
     """Out of memory, for one: the user may free something and go on."""
     params = parameters()
     optimizer = MAKES["adamw-foreach"](groups_of(params))
@@ -176,4 +175,3 @@ def test_an_error_in_the_step_leaves_state_at_rest(sim):
     assert [group["params"] for group in optimizer.param_groups] == lists
     assert set(optimizer.state) == set(params)
     assert not any(sim.owns(optimizer.state[p][key]) for p in params for key in ("exp_avg", "exp_avg_sq"))
-    assert device.stats()["late_writes"] == 0
