@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
+from mindspeed_swap.core.plan import Plan, Recompute, Swap
 from mindspeed_swap.core.recompute import WHOLE_LAYER, Chosen, Module, first_reads, modules_of
-from mindspeed_swap.core.simulate import position_index, simulate
+from mindspeed_swap.core.simulate import position_index
 from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.fine_grained.operators import Operators, operators, plain_name
 from mindspeed_swap.fine_grained.parts import Parts
 from mindspeed_swap.fine_grained.schema import Entry
+from mindspeed_swap.smart_swap.stages import predicted
 from mindspeed_swap.units import format_bytes
 
 
@@ -33,13 +34,6 @@ class Placed:
     prefetch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
-    plan: Plan
-    placed: list[Placed]
-    reasons: list[str]  # what of the setting had no effect, by layer
-
-
 def layer_names(trace: StepTrace) -> dict[int, list[str]]:
     """Layer, from 0 -> names of the modules in it, in the order of their calls."""
     found: dict[int, dict[str, int]] = {}
@@ -48,10 +42,6 @@ def layer_names(trace: StepTrace) -> dict[int, list[str]]:
         if (name := plain_name(module)) != WHOLE_LAYER:
             names[name] = min(names.get(name, module.begin), module.begin)
     return {layer: sorted(names, key=lambda n: (names[n], n)) for layer, names in sorted(found.items())}
-
-
-def make_plan(trace: StepTrace, parts: Parts) -> Planned:
-    return _Planning(trace, parts).planned()
 
 
 @dataclass(slots=True)
@@ -63,9 +53,14 @@ class _Why:
 
 
 @dataclass(slots=True)
-class _Planning:
+class Planning:
+    """``reasons``: what of the setting had no effect, by layer."""
+
     trace: StepTrace
     parts: Parts
+    plan: Plan = field(init=False)
+    placed: list[Placed] = field(init=False)
+    reasons: list[str] = field(init=False)
     ops: Operators = field(init=False)
     calls: dict[tuple[int, int, int], list[ModuleRecord]] = field(init=False)  # by microbatch, chunk, layer
     acts: list[bool] = field(init=False)  # by point: the manager acts where a position comes first
@@ -79,24 +74,26 @@ class _Planning:
         self.calls = defaultdict(list)
         for module in self.trace.modules:
             self.calls[module.key[:3]].append(module)
-
-    def planned(self) -> Planned:
-        trace = self.trace
         again = self._recomputed()
-        placed = sorted(self._placed(again), key=lambda p: (p.prefetch, p.read, p.record.saved))
+        self.placed = sorted(self._placed(again), key=lambda p: (p.prefetch, p.read, p.record.saved))
+        self.plan = self._plan(again)
+        self.reasons = self._reasons()
+
+    def _plan(self, again: list[Module]) -> Plan:
+        trace = self.trace
         points = trace.points
         plan = Plan(
             trace.model,
             trace.capacity_bytes,
             tuple(
                 Swap(p.record.key, p.record.nbytes, points[p.release].position, points[p.prefetch].position)
-                for p in placed
+                for p in self.placed
             ),
             tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in again),
         )
         chosen = Chosen(again, [True] * len(again))
         # Modules that run from what others make again (a chain) run well, but nobody can say how long they take.
-        return Planned(_predicted(trace, plan) if all(chosen.flags) else plan, placed, self._reasons())
+        return predicted(trace, plan) if all(chosen.flags) else plan
 
     # ---- recompute
     def _recomputed(self) -> list[Module]:
@@ -148,7 +145,7 @@ class _Planning:
             else:
                 read = needed.get(number, record.first_read)
                 assert read is not None
-                window = self._window(record, read, entry, entry.value)
+                window = self.window(record, read, entry, entry.value)
                 if window is not None:
                     yield Placed(record, entry, part, read, *window)
                 else:
@@ -172,7 +169,7 @@ class _Planning:
                 found.add(call)
         return found
 
-    def _window(self, record: SavedRecord, read: int, entry: Entry, value: int) -> tuple[int, int] | None:
+    def window(self, record: SavedRecord, read: int, entry: Entry, value: int) -> tuple[int, int] | None:
         """(release, prefetch), or None if it would be back before it had left."""
         assert record.sole is not None
         release = self.ops.after(record.last_use, entry.release(value))
@@ -193,7 +190,7 @@ class _Planning:
         low, high = -1, entry.value  # the latter does not do
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._window(record, read, entry, middle) else (low, middle)
+            low, high = (middle, high) if self.window(record, read, entry, middle) else (low, middle)
         text = "would be fetched back before it had left"
         item = self.why[*where, f"{entry.value} is too large: it {text}" if low >= 0 else text]
         item.nbytes += record.nbytes
@@ -207,13 +204,3 @@ class _Planning:
             most = f"; at most {item.most} would do" if item.most is not None else ""
             lines.append(f"layer {layer}: {part}{nbytes}: {text}{most}")
         return lines
-
-
-def _predicted(trace: StepTrace, plan: Plan) -> Plan:
-    outcome = simulate(trace, plan)
-    return replace(
-        plan,
-        prediction=Prediction(
-            outcome.peak_bytes, outcome.step_ms, outcome.stall_ms, outcome.recompute_ms, outcome.host_bytes
-        ),
-    )

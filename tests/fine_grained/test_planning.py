@@ -11,7 +11,7 @@ from mindspeed_swap.core.trace import FORWARD, StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.operators import leaves, operators
 from mindspeed_swap.fine_grained.parts import Parts
-from mindspeed_swap.fine_grained.planning import layer_names, make_plan
+from mindspeed_swap.fine_grained.planning import Planning, layer_names
 from mindspeed_swap.fine_grained.schema import read_swap_config
 
 
@@ -25,7 +25,7 @@ def plan(tmp_path):
         config = read_swap_config(str(path), max(4, layers), stages, len(step.chunks))
         parts = Parts(config, layer_names(trace), step.chunks, stage)
         parts.must_match()
-        return trace, make_plan(trace, parts)
+        return trace, Planning(trace, parts)
 
     return make
 
