@@ -67,7 +67,7 @@ class SwapManager:
     ) -> None:
         """``copy_streams``: out and back, if they are not to be streams of its own. ``random``: what recomputed modules
         draw from. ``skip_waits`` is for tests: each wait removed must be noticed."""
-        self._random = random or RandomState()
+        self.random = random or RandomState()
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
@@ -215,7 +215,7 @@ class SwapManager:
         if key not in self._recomputes or self._call is not None:
             result = function(*args, **kwargs)
         else:
-            self._call = call = Call(key, function, (args, kwargs), self._hold, self._random)
+            self._call = call = Call(key, function, (args, kwargs), self._hold, self.random)
             try:
                 result = function(*args, **kwargs)
             finally:

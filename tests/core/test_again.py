@@ -201,7 +201,7 @@ def test_generators_of_a_framework(sim):
             return super().get()
 
     model, manager = Blocks(), new_manager(sim)
-    manager._random = Counted()
+    manager.random = Counted()
     plan = plan_of(model.step(manager, record=True).trace, "mlp")
     model.step(manager, plan)
     assert Counted.gets == 2 * LAYERS  # at its forward, and what there is when it runs again
