@@ -24,6 +24,7 @@ class Tracked:
     key: ModuleKey
     begin: int
     end: int = -1
+    repeats: bool = True  # its inputs are as they were, so it could run again
     inputs: dict[_Identity, int] = field(default_factory=dict)  # -> bytes, of those not known to be saved
     frees: list[SavedRecord] = field(default_factory=list)
     keeps: list[SavedRecord] = field(default_factory=list)
@@ -52,12 +53,12 @@ class ModuleRecorder:
         return tracked
 
     def exit(self, tracked: Tracked, end: int, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
-        """``unchanged``: its inputs are as they were, so it could run again."""
+        """``unchanged``: its inputs are as they were."""
         while self._running and self._running.pop() is not tracked:  # those left by an exception
             pass
-        tracked.end = end
+        tracked.end, tracked.repeats = end, unchanged
+        self._done.append(tracked)
         if unchanged:
-            self._done.append(tracked)
             for tensor in outputs:
                 self._watch(tensor, tracked, False)
 
@@ -86,14 +87,13 @@ class ModuleRecorder:
                 tracked.frees.append(record)
 
     def finish(self, times_ms: list[float]) -> list[ModuleRecord]:
-        """In the order in which they ended. Calls that would free nothing are left out."""
+        """In the order in which they ended. Those that cannot run again free nothing."""
         found = []
         for call in self._done:
-            frees = [record for record in call.frees if record.first_read is not None and record.first_read > call.end]
-            if not frees:
-                continue
+            freed = call.frees if call.repeats else ()
+            frees = [record for record in freed if record.first_read is not None and record.first_read > call.end]
             # An output is there only when all of it has run.
-            until = min(call.end, max(record.saved for record in frees))
+            until = min(call.end, max((record.saved for record in frees), default=call.end))
             found.append(
                 ModuleRecord(
                     call.key, times_ms[until] - times_ms[call.begin], call.begin, call.end,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from mindspeed_swap.fine_grained.names import matching, near
 from mindspeed_swap.fine_grained.schema import Entry, SwapConfig
 
+WHOLE = "all of it"  # in the place of a name, where a layer is swapped as such
 # Of a layer, counted from 0: the names of the modules in it.
 LayerNames = Mapping[int, Sequence[str]]
 
@@ -37,8 +38,8 @@ class Parts:
         return self._matched[key]
 
     def must_match(self) -> list[str]:
-        """Raises SettingError for a pattern that matches nothing in any layer that it is for. Returns lines about single
-        layers where it does not."""
+        """Raises SettingError for a pattern that matches nothing in all the layers that it is for. Returns lines about
+        single ones."""
         told = []
         for pattern, key in self.config.patterns.items():
             wanted = sorted(n for n in self.names if n in self.select.get(pattern, ()) or self._swaps(pattern, n))
@@ -68,6 +69,6 @@ class Parts:
                 for name in self.matched(entry.name, layer):
                     if name in names:
                         return entry, name
-        return next(((entry, "layer") for entry in self.config.layer_swap if layer in entry.layers), None)
+        return next(((entry, WHOLE) for entry in self.config.layer_swap if layer in entry.layers), None)
 
 

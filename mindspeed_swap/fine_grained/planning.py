@@ -112,7 +112,7 @@ class Planning:
             if record.key in known:
                 found.append(known[record.key])
             else:
-                _ = self.why[layer, name, "recompute frees nothing here"]
+                self._add((layer, name), "cannot run again, or frees nothing: not recomputed")
         return found
 
     # ---- swap
@@ -134,14 +134,12 @@ class Planning:
             if number in freed or any(
                 call == record.key[:3] and begin < record.saved < end for call, begin, end in spans
             ):
-                self.why[*where, "recomputed, so not swapped"].nbytes += record.nbytes
+                self._add(where, "recomputed, so not swapped", record)
             elif (owner := self.ops.owner.get(record.saved, record.key)) in shared:
                 name = plain_name(trace.modules[owner]) if isinstance(owner, int) else part
-                self.why[where[0], name, "a recomputed operator runs from its output, so not swapped"].nbytes += (
-                    record.nbytes
-                )
+                self._add((where[0], name), "a recomputed operator runs from its output, so not swapped", record)
             elif not is_candidate(record):
-                self.why[*where, f"cannot be moved ({record.reason or 'not its only holder'})"].nbytes += record.nbytes
+                self._add(where, f"cannot be moved ({record.reason or 'not its only holder'})", record)
             else:
                 read = needed.get(number, record.first_read)
                 assert read is not None
@@ -192,10 +190,14 @@ class Planning:
             middle = (low + high) // 2
             low, high = (middle, high) if self.window(record, read, entry, middle) else (low, middle)
         text = "would be fetched back before it had left"
-        item = self.why[*where, f"{entry.value} is too large: it {text}" if low >= 0 else text]
-        item.nbytes += record.nbytes
+        item = self._add(where, f"{entry.value} is too large: it {text}" if low >= 0 else text, record)
         if low >= 0:
             item.most = low if item.most is None else min(item.most, low)
+
+    def _add(self, where: tuple[int, str], text: str, record: SavedRecord | None = None) -> _Why:
+        why = self.why[where[0], where[1], text]
+        why.nbytes += record.nbytes if record else 0
+        return why
 
     def _reasons(self) -> list[str]:
         lines = []

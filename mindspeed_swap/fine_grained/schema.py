@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.names import levels
 from mindspeed_swap.fine_grained.yaml_file import FLAG, Document, read_yaml
 
@@ -307,7 +306,7 @@ class _Reader:
         if value is False:
             return {}
         if isinstance(value, list) and not swap:
-            value = {name: True for name in self._op_names(value, key)}
+            value = dict.fromkeys(self._op_names(value, key), True)
         if not isinstance(value, dict):
             raise self._error(key, f"expected False or 'operator': layers, found {value!r:.60}")
         found = {}

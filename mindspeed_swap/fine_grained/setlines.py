@@ -20,8 +20,10 @@ def set_lines(parts: Parts) -> list[str]:
     for layer in sorted(parts.names):
         if layer in parts.full:
             lines.append(f"Set full recompute at layer {layer}")
-        elif select := [t for name, layers in parts.select.items() if layer in layers for t in _shown(parts, name, layer)]:
-            lines.append(f"Set select recompute at layer {layer}: {', '.join(select)}")
+        else:
+            names = [name for name, layers in parts.select.items() if layer in layers]
+            if select := [text for name in names for text in _shown(parts, name, layer)]:
+                lines.append(f"Set select recompute at layer {layer}: {', '.join(select)}")
         if layer in parts.comm:
             lines.append(f"Set select comm recompute at layer {layer}")
         whole = next((entry for entry in parts.config.layer_swap if layer in entry.layers), None)

@@ -7,17 +7,18 @@ import pytest
 from layer_steps import OPERATORS, Step
 from traces import MIB
 
-from mindspeed_swap.core.trace import FORWARD, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, FORWARD, StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.operators import leaves, operators
-from mindspeed_swap.fine_grained.parts import Parts
+from mindspeed_swap.fine_grained.parts import WHOLE, Parts
 from mindspeed_swap.fine_grained.planning import Planning, layer_names
 from mindspeed_swap.fine_grained.schema import read_swap_config
 
 
 @pytest.fixture
 def plan(tmp_path):
-    def make(text: str, step: Step = Step(), stages: int = 1, stage: int = 0):
+    def make(text: str, step: Step | None = None, stages: int = 1, stage: int = 0):
+        step = step or Step()
         path = tmp_path / "swap.yaml"
         path.write_text(text)
         layers = 1 + max(max(chunk) for chunk in step.chunks)
@@ -51,7 +52,7 @@ def test_operators_are_the_leaves_in_the_order_of_the_step():
     assert len(found.begins) == 2 * 2 * len(OPERATORS)
     forward = [call[0] for layer in (0, 1) for call in calls(trace, layer).values()]
     assert found.begins[: len(forward)] == forward
-    assert [name for name in calls(trace, 0)] == list(OPERATORS)
+    assert list(calls(trace, 0)) == list(OPERATORS)
     assert found.begins == sorted(found.begins)
     assert all(begin <= end for begin, end in zip(found.begins, found.ends, strict=True))
 
@@ -73,7 +74,7 @@ def test_units_of_the_default(plan, value):
     layer = calls(trace, 1)
     if value:
         assert q.release == layer[OPERATORS[at + value]][1]
-        reader = {trace.points[i].position[1:]: i for i in range(len(trace.points)) if trace.points[i].position[0] == "B"}
+        reader = {p.position[1:]: i for i, p in enumerate(trace.points) if p.position.phase == BACKWARD}
         saves = [p.position for p in trace.points[slice(*layer[OPERATORS[at + value]])]
                  if p.position.phase == FORWARD and p.position.ordinal >= 0]
         assert q.prefetch == min(reader[save[1:]] for save in saves)
@@ -103,7 +104,7 @@ def test_input_of_a_layer_stays_until_the_layer_has_returned(plan):
     assert first.release > border
     others = [p.release for p in planned.placed if p.record.key != first.record.key]
     assert min(others) < border
-    assert moved(planned) == {1: {"layer": 14.0}}
+    assert moved(planned) == {1: {WHOLE: 14.0}}
 
 
 def test_first_match_wins_and_operators_come_before_their_layer(plan):
@@ -120,8 +121,8 @@ swap_config:
     values = {(p.record.key.layer - 1, p.part): p.entry.value for p in planned.placed}
     assert values[0, "self_attention.core_attention"] == 2
     assert values[0, "self_attention"] == 4
-    assert values[0, "layer"] == 3
-    assert (1, "layer") not in values
+    assert values[0, WHOLE] == 3
+    assert (1, WHOLE) not in values
     assert values[1, "self_attention"] == 4
 
 
@@ -202,7 +203,8 @@ def test_too_large_a_value_says_what_would_do(plan):
 def test_larger_values_are_released_later_and_prefetched_earlier_and_peaks_rise(plan):
     peaks, swaps = [], []
     for value in (1, 10, 50):
-        _, planned = plan(f"swap_config: {{swap: True, default_prefetch: {value}}}", Step((tuple(range(12)),), gbps=1.0))
+        step = Step((tuple(range(12)),), gbps=1.0)
+        _, planned = plan(f"swap_config: {{swap: True, default_prefetch: {value}}}", step)
         swaps.append({p.record.key: (p.release, p.prefetch) for p in planned.placed})
         peaks.append(max(planned.plan.prediction.peak_bytes.values()))
     for smaller, larger in zip(swaps, swaps[1:], strict=False):
