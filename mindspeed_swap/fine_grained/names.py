@@ -74,4 +74,4 @@ def near(pattern: str, names: Iterable[str]) -> list[str]:
     wanted = ".".join(_LEVEL_END.split(pattern))
     close = difflib.get_close_matches(wanted, known, 3)
     same_end = [name for name in known if name.rpartition(".")[2] == wanted.rpartition(".")[2]]
-    return list(dict.fromkeys(close + same_end))[:5] or [name for name in names if "." not in name]
+    return list(dict.fromkeys(same_end + close))[:5] or [name for name in names if "." not in name]

@@ -19,6 +19,7 @@ DEEPEST = 40
 _PLAIN_INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _INT = "tag:yaml.org,2002:int"
 _MERGE = "tag:yaml.org,2002:merge"
+_PLAIN_TAGS = "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class _Walk:
                 return self._loader.construct_object(node)
             except ValueError as error:  # 2020-99-99 is a date for YAML
                 raise SettingError(f"{FLAG} {self._path}:{line}: {node.value}: {error}") from None
-        if not node.tag.startswith("tag:yaml.org,2002:"):
+        if node.tag not in _PLAIN_TAGS:
             raise SettingError(f"{FLAG} {self._path}:{line}: not YAML that is read here: tag {node.tag}")
         if node.id == "sequence":
             return [self.value(child, f"{key}[{i}]", depth + 1) for i, child in enumerate(node.value)]
