@@ -112,8 +112,8 @@ def _adaptive_policy(target_gib: float | None) -> Policy:
     """Raises SettingError."""
     if target_gib == 0:
         raise SettingError(
-            "--swap-memory-target 0 moves all that --smart-swap can move; --adaptive-memory-optimization needs the peak "
-            "that a step may have, such as 30"
+            "--swap-memory-target 0 moves all that --smart-swap can move; --adaptive-memory-optimization needs the "
+            "peak that a step may have, such as 30"
         )
     policy = Policy(recomputes=True)
     if target_gib is not None:

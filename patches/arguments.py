@@ -93,7 +93,8 @@ def check(args: argparse.Namespace) -> None:
         of = features[:1] if name == "swap_policy_config" else features
         if getattr(args, name, None) is not None and not any(compat.is_on(args, flag) for flag in of):
             are_off = "which is off" if len(of) == 1 else "which are off"
-            found.append(f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}, {are_off}: add {' or '.join(of)}")
+            setting = f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}"
+            found.append(f"{setting}, {are_off}: add {' or '.join(of)}")
     if found:
         raise SettingError("\n".join(found))
 

@@ -124,7 +124,8 @@ FEATURES = (
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
 _ITS_CHOICE_SELECTIVE = Refused(
-    "the feature decides what to recompute", "remove --recompute-granularity, --recompute-modules and --recompute-activations"
+    "the feature decides what to recompute",
+    "remove --recompute-granularity, --recompute-modules and --recompute-activations",
 )
 _ITS_CHOICE_FULL = Refused(
     "the feature decides what to recompute",

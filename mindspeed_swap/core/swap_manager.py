@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
-from mindspeed_swap.core.again import Call, Produced, RandomState, tensors
+from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
@@ -87,6 +87,7 @@ class SwapManager:
         self._recomputes: set[ModuleKey] = set()
         self._call: Call | None = None  # of those, the one whose forward runs
         self._produced = Produced()
+        self._on_module: Callable[[tuple[Any, Any]], None] | None = None  # told of module calls while one runs again
         self._runs_again = 0  # how many are running, one inside the other
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
@@ -204,7 +205,11 @@ class SwapManager:
         """
         scope = self._scope
         if scope is None:
-            return function(*args, **kwargs)
+            if self._on_module is None:
+                return function(*args, **kwargs)
+            self._on_module((args, kwargs))
+            with may_stop(args):
+                return function(*args, **kwargs)
         key = scope.next_call(name)
         self._at(scope.module_border())
         tracked, versions = None, []
@@ -212,7 +217,10 @@ class SwapManager:
             inputs = [tensor for tensor in tensors((args, kwargs)) if not self.movable.refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
             tracked = recorder.enter(key, [(tensor, self._find(tensor)) for tensor in inputs])
-        if key not in self._recomputes or once or self._call is not None:
+        if self._call is not None:
+            with self._call.module((args, kwargs)):
+                result = function(*args, **kwargs)
+        elif key not in self._recomputes or once:
             result = function(*args, **kwargs)
         else:
             self._call = call = Call(key, function, (args, kwargs), self._hold, self.random)
@@ -280,6 +288,7 @@ class SwapManager:
         if self._strays.pop(saved.key, None):
             self._strays[key] = saved
         saved.key, self._by_key[key] = key, saved
+        self.stats.saved += 1
         if self._mover.recorder:
             self._mover.recorder.saved(saved)
         if saved.state is State.DEVICE:
@@ -287,11 +296,11 @@ class SwapManager:
 
     def _follow_plan(self, saved: SavedTensor, number: int | None) -> None:
         if number is not None and self._call is not None:
-            self._call.by_save[number] = saved.serial
+            self._call.drops(saved, number)
             self._mover.drop(saved, self._call)
         elif (made := self._produced.find(saved)) is not None:
             call, index = made
-            call.by_output[index] = saved.serial
+            call.drops_output(saved, index)
             self._mover.drop(saved, call)
         elif (swap := self._swaps.get(saved.key)) is not None:
             # Whatever its size is in this step: what an expert saves varies with its tokens.
@@ -337,7 +346,7 @@ class SwapManager:
                 earlier, before = self.accelerator.take_interval(), self.accelerator.record(wanted.stream)
             try:
                 with span("recompute of", call.key):
-                    call.run(self._fetch, self._dropped, self._give)
+                    call.run(self._fetch, self._dropped, self._give, self._watching)
             finally:
                 self._runs_again -= 1
                 self._scope = outer
@@ -345,6 +354,14 @@ class SwapManager:
             if measured:
                 after = self.accelerator.record(self.accelerator.compute_stream())
                 measured.recomputed(call.key, before, after, earlier, self.accelerator.take_interval())
+
+    @contextmanager
+    def _watching(self, enter: Callable[[tuple[Any, Any]], None]) -> Iterator[None]:
+        outer, self._on_module = self._on_module, enter
+        try:
+            yield
+        finally:
+            self._on_module = outer
 
     def _dropped(self, serial: int) -> SavedTensor | None:
         saved = self._live.get(serial)
