@@ -107,7 +107,9 @@ def test_communication_needs_sequence_parallel(written):
         read(path)
 
 
-@pytest.mark.parametrize("spelling", ["memory_optimize_level=O0", "\n  memory_optimize_level=O0", "{memory_optimize_level: O1}"])
+@pytest.mark.parametrize(
+    "spelling", ["memory_optimize_level=O0", "\n  memory_optimize_level=O0", "{memory_optimize_level: O1}"]
+)
 def test_both_spellings_are_accepted_and_said_to_have_no_effect(written, spelling):
     config = read(written(f"context: {spelling}\nswap_config: {{swap: True}}\n"))
     assert config.notes == ("context.memory_optimize_level has no effect: nothing here corresponds to it",)
@@ -165,7 +167,7 @@ WRONG = [
     (SWAP + "layer_swap: [{" + ENTRY + "True}, {" + ENTRY + "[0]}]}", r"\[0\].layers: True has all layers already"),
     (
         SWAP + "layer_swap: [{backward_prefetch: 1, layers: [0, 2]}, {backward_prefetch: 3, layers: [2]}]}",
-        r"layer_swap\[1\].backward_prefetch: Inconsistent 'backward_prefetch' values: 3 here and 1 in .*\[0\] for layer 2",
+        r"layer_swap\[1\].backward_prefetch: Inconsistent 'backward_prefetch' values: 3 here and 1 in .* for layer 2",
     ),
     (SWAP + "op_swap: [{op_name: 3, " + ENTRY + "[0]}]}", r"op_name: expected the name"),
     (SWAP + "op_swap: [{op_name: [], " + ENTRY + "[0]}]}", r"op_name: empty"),
@@ -176,14 +178,14 @@ WRONG = [
     ("swap_config: {swap: 1}", r"swap_config.swap: expected True or False"),
     ("swap_config: [1]", r"swap_config: expected keys"),
     (SWAP + "default_prefetch: '3'}", r"default_prefetch: expected a whole number"),
-    ("model: {model_config: {num_layers: 5}}\nswap_config: {swap: True}", r"yaml:1: .*num_layers: 5, but --num-layers is 4"),
+    ("model: {model_config: {num_layers: 5}}\nswap_config: {}", r"yaml:1: .*: 5, but --num-layers is 4"),
     ("recompute_config: {recompute: True}", r"swap_config: missing"),
     ("swap_config: {swap: True}\nrecompute_config: {recompte: True}", r"yaml:2: recompute_config.recompte: unknown"),
     ("swap_config: {swap: True}\nrecompute_config: {recompute: 2}", r"recompute_config.recompute: expected a list"),
     ("swap_config: {swap: False}\nrecompute_config: {recompute: 2}", r"recompute_config.recompute: without swap"),
     ("swap_config: {swap: False}\nrecompute_config: {recompute: [1, 2]}", r"recompute: expected 1 numbers, one per"),
     ("swap_config: {swap: True}\nrecompute_config: {select_recompute: True}", r"select_recompute: expected False or"),
-    ("swap_config: {swap: True}\nrecompute_config: {select_recompute: {mlp: 2}}", r"select_recompute.mlp: expected a list"),
+    ("swap_config: {swap: True}\nrecompute_config: {select_recompute: {mlp: 2}}", r"select_recompute.mlp: expected a"),
     ("", r"swap_config: missing: this file has no sections"),
     ("- 1", r"swap_config: missing"),
     ("swap_config: {swap: True", r"yaml:1: not YAML"),
@@ -217,6 +219,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_names_the_line(written):
-    text = "swap_config:\n  swap: True\n  op_swap:\n    - op_name: mlp\n      backward_prefetch: 2\n      layers:\n        - 7\n"
+    text = "swap_config:\n  swap: True\n  op_swap:\n    - op_name: mlp\n" \
+           "      backward_prefetch: 2\n      layers:\n        - 7\n"  # fmt: skip
     with pytest.raises(SettingError, match=r"swap.yaml:7: swap_config.op_swap\[0\].layers\[0\]: layer 7"):
         read(written(text))

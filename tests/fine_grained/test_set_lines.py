@@ -60,7 +60,8 @@ def test_what_a_regular_expression_found_is_shown(tmp_path):
 
 def test_order_within_a_layer(tmp_path):
     text = """
-recompute_config: {recompute: [2], select_recompute: {attention.flash_attention: True, mlp: [0]}, select_comm_recompute: [0]}
+recompute_config:
+  {recompute: [2], select_recompute: {attention.flash_attention: True, mlp: [0]}, select_comm_recompute: [0]}
 swap_config:
   swap: True
   layer_swap: [{backward_prefetch: 9, layers: [0]}]
