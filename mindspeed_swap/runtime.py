@@ -26,6 +26,7 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.fine_grained.front_end import FineGrained
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
@@ -48,6 +49,7 @@ class Runtime:
     # Of the features that plan. Without one nothing patched reaches them.
     manager: SwapManager
     shapes: Shapes | None = None
+    fine: FineGrained | None = None
 
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
@@ -66,7 +68,10 @@ class Runtime:
         link = probe_link(self._accelerator, self.pool)
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
         capacity = self._accelerator.memory().capacity_bytes
-        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options))
+        if self._options.swap_config is not None:
+            self.fine = FineGrained(self._options.swap_config, rank())
+        search = self.fine.new if self.fine else SmartSwap
+        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options), search)
         self._models: list[Any] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
@@ -149,13 +154,12 @@ class Runtime:
         return self.manager.layer(number)
 
     def call(
-        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        *, keeps_outputs: bool = False,
-    ) -> Any:  # fmt: skip
-        """A module that may be recomputed."""
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: bool
+    ) -> Any:
+        """A module that may be recomputed. ``how``: as the manager's."""
         if not (self.in_step and self.names_modules):
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, keeps_outputs=keeps_outputs)
+        return self.manager.call(name, function, args, kwargs, **how)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -221,6 +225,8 @@ class Runtime:
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
+        if self.fine:
+            self.fine.close()
         if self.smart_swap:
             self._guard.close()
             self.manager.close()
@@ -293,9 +299,11 @@ def get() -> Runtime:
     return _runtime
 
 
-def call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: bool
+) -> Any:
     """As the method; without a running instance it is the plain call."""
-    return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs)
+    return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs, **how)
 
 
 def _on_terminate(number: int, frame: Any) -> None:

@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep, swap or recompute, chosen per module and tensor by what was measured; fills the device.",
     )  # fmt: skip
     group.add_argument(
+        "--swap-config", default=None, metavar="FILE",
+        help="YAML file that lists which layers and operators are swapped or recomputed (swap_config).",
+    )  # fmt: skip
+    group.add_argument(
         "--swap-policy-config", default=None, metavar="FILE",
         help="--smart-swap: policy file, Python that is EXECUTED (default: swap_policy_config.py as installed).",
     )  # fmt: skip

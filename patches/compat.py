@@ -112,9 +112,10 @@ OPTIMIZER_GRAPH = Feature("CUDA graph of the optimizer", _switch("--optimizer-cu
 OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
 
 SMART_SWAP = Feature("`--smart-swap`", _switch("--smart-swap"))
+ADAPTIVE = Feature("`--adaptive-memory-optimization`", _switch("--adaptive-memory-optimization"))
 
 FEATURES = (
-    SMART_SWAP,
+    SMART_SWAP, ADAPTIVE,
     RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
     COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
     PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
@@ -130,6 +131,12 @@ _ITS_CHOICE_FULL = Refused(
     "the feature decides what to recompute",
     "remove --recompute-granularity, --recompute-method and --recompute-num-layers",
 )
+
+_OWN_LIST = Refused("the file lists what is swapped, and that would choose for itself")
+_LISTED_SELECTIVE = Refused(
+    "the file says what is recomputed", "use select_recompute in its recompute_config"
+)
+_LISTED_FULL = Refused("the file says what is recomputed", "use recompute in its recompute_config")
 
 # A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together. A
 # feature that a row does not name has nothing to do with that flag.
@@ -151,6 +158,21 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         SMART_SWAP: Refused("it decides what to swap itself"),
         RECOMPUTE_SELECTIVE: _ITS_CHOICE_SELECTIVE,
         RECOMPUTE_FULL: _ITS_CHOICE_FULL,
+        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
+        LAYER_OFFLOAD: _SAME_TENSORS,
+        OPTIMIZER_OFFLOAD: Works(),
+        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
+        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
+        FSDP: NotTested(),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: NotTested(),
+        TRANSFORMER_ENGINE: NotTested(),
+    },
+    "--swap-config": {
+        SMART_SWAP: _OWN_LIST,
+        ADAPTIVE: _OWN_LIST,
+        RECOMPUTE_SELECTIVE: _LISTED_SELECTIVE,
+        RECOMPUTE_FULL: _LISTED_FULL,
         FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
         LAYER_OFFLOAD: _SAME_TENSORS,
         OPTIMIZER_OFFLOAD: Works(),

@@ -195,13 +195,13 @@ class SwapManager:
 
     def call(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        *, keeps_outputs: bool = False,
+        *, keeps_outputs: bool = False, once: bool = False,
     ) -> Any:  # fmt: skip
         """``function(*args, **kwargs)``, as the call of a module of that name: it is recorded, and recomputed if the
         plan says so. Outside ``forward`` it is nothing more.
 
         Recomputed, it also frees what others save of its outputs, if not ``keeps_outputs``: then the next call of its
-        kind can be run from them.
+        kind can be run from them. ``once``: it must not run again.
         """
         scope = self._scope
         if scope is None:
@@ -220,7 +220,7 @@ class SwapManager:
         if self._call is not None:
             with self._call.module((args, kwargs)):
                 result = function(*args, **kwargs)
-        elif key not in self._recomputes:
+        elif key not in self._recomputes or once:
             result = function(*args, **kwargs)
         else:
             self._call = call = Call(key, function, (args, kwargs), self._hold, self.random)
@@ -232,7 +232,7 @@ class SwapManager:
                 self._produced.add(call, tensors(result))
         self._at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._mover.recorder:
-            unchanged = all(tensor._version == version for tensor, version in versions)
+            unchanged = not once and all(tensor._version == version for tensor, version in versions)
             recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
         return result
 

@@ -87,7 +87,7 @@ class WarmUp:
     peak_measured_bytes: int
 
 
-def _trouble(stats: StepStats) -> int:
+def trouble_of(stats: StepStats) -> int:
     return stats.on_demand_loads + stats.skipped_prefetches + stats.evictions
 
 
@@ -241,7 +241,7 @@ class SmartSwap:
         peak = max(point.peak_bytes for point in trace.points)
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
-        facts = self._agree(0, _trouble(stats), over, peak, trace.step_ms)
+        facts = self._agree(0, trouble_of(stats), over, peak, trace.step_ms)
         trouble, over = int(facts.trouble), int(facts.over)
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
         if self._may_go_on() and self._next_try(trace, facts):
@@ -307,7 +307,7 @@ class SmartSwap:
         if not self._saved:
             self._saved = stats.saved  # a loaded plan does not know
         other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
-        facts = self._agree(other, _trouble(stats), 0, 0, 0, later=True)
+        facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
         self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
         if self._bad_steps < DRIFT_STEPS:
             return False

@@ -96,10 +96,10 @@ class Trainer:
         if caps is not None:
             environment["CAPACITIES"] = " ".join(map(str, caps))
         command = ["bash", str(SCRIPT), *layout.flags, *flags, "--measure-file", f"{folder}/measured.{{rank}}.json"]
-        if {SMART_SWAP, ADAPTIVE} & set(flags):
+        if {SMART_SWAP, ADAPTIVE, "--swap-config"} & set(flags):
             command += ["--swap-report-dir", str(folder)]
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
         (folder / "output.txt").write_text(done.stdout + done.stderr)
         return done, folder

@@ -34,7 +34,7 @@ TYPED = {
     compat.OTHER_OPTIMIZER: ("--optimizer sgd", "--optimizer sgd"),
 }
 # Our flags as typed: with a value, where they want one.
-OURS = {"--virtual-optimizer": "--virtual-optimizer all"}
+OURS = {"--virtual-optimizer": "--virtual-optimizer all", "--swap-config": "--swap-config FILE"}
 # Other names of the same.
 ALSO_TYPED = {
     compat.RECOMPUTE_SELECTIVE: [("--recompute-activations", "--recompute-activations")],
