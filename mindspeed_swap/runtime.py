@@ -159,7 +159,7 @@ class Runtime:
         """A module that may be recomputed. ``how``: as the manager's."""
         if not (self.in_step and self.names_modules):
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, **how)
+        return self.manager.calls.call(name, function, args, kwargs, **how)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
