@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, combinations, islice
 
@@ -194,52 +193,11 @@ class Attempt:
                     flags, wanted, here, improved = tuple(modules.flags), changed, rank, True
 
     def _shift(self) -> None:
-        """Move single ends of absences, and where memory is then short let one other tensor be away, as long as that
-        helps. The sweeps keep the order of the lanes and never wait to make room for somebody else's copy."""
-        stage, trace, tries_left = self.stage, self.stage.trace, tries(self.stage)
-        scene = stage.scene(self.flags)
-        jobs = {job.record: job for job in scene.jobs}
-
-        def order(here: dict[int, Placed]) -> list[Placed]:
-            return sorted(here.values(), key=lambda p: (p.prefetch, jobs[p.record].read, p.record))
-
-        def rank_of(here: dict[int, Placed]) -> Rank:  # of equals, the longest absences: they make room
-            length = len(trace.points)
-            cost = sum(trace.saved[p.record].nbytes * (length - p.prefetch + p.release) for p in here.values())
-            return run_lanes(trace, order(here), scene.modules).extra_ms, cost
-
-        def is_over() -> bool:
-            nonlocal tries_left
-            tries_left -= 1
-            return tries_left < 0
-
-        def fitting(here: dict[int, Placed], fixed: int) -> Iterator[dict[int, Placed]]:
-            over = [i for i, value in enumerate(scene.curve(here.values())) if value > self.target]
-            if not over:
-                yield here
-                return
-            for job in scene.jobs:
-                if job.record != fixed and job.release < over[0] and over[-1] <= job.prefetch and not is_over():
-                    item = here.get(job.record, Placed(job.record, job.prefetch, job.release))
-                    longer = Placed(job.record, min(item.release, over[0] - 1), max(item.prefetch, over[-1]))
-                    if max(scene.curve({**here, job.record: longer}.values())) <= self.target:
-                        yield {**here, job.record: longer}
-
-        here = {item.record: item for item in self.placed}
-        best, moved = rank_of(here), True
-        while moved:
-            moved = False
-            for number in list(here):
-                job, item = jobs[number], here[number]
-                ends = [item._replace(release=release) for release in range(job.release, item.prefetch)]
-                ends += [item._replace(prefetch=prefetch) for prefetch in range(item.release + 1, job.prefetch + 1)]
-                for other in ends:
-                    for changed in () if is_over() else fitting({**here, number: other}, number):
-                        if not is_over() and _better(rank := rank_of(changed), best):
-                            here, best, moved = changed, rank, True
-        if best[0] < self.extra_ms - SHIFT_SHARE * plain_step_ms(trace):
-            placed = order(here)
-            self._take(self.flags, placed, scene.curve(placed))
+        """The last word on when things leave and come back, where it gains enough."""
+        placed = self.stage.scene(self.flags).shifted(self.placed, self.target, tries(self.stage))
+        spent = run_lanes(self.stage.trace, placed, self.stage.members(self.flags)).extra_ms
+        if spent < self.extra_ms - SHIFT_SHARE * plain_step_ms(self.stage.trace):
+            self._take(self.flags, placed, self.stage.scene(self.flags).curve(placed))
 
     # -- pruning ------------------------------------------------------------------------------------------------------
 

@@ -151,8 +151,7 @@ def memory_curve(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[M
             delta[last + 1] += record.nbytes
     for i, change in recompute_changes(trace, modules):
         delta[i] += change
-    resident = accumulate(delta)
-    return [max(0, p.peak_bytes - p.resident_bytes) + held for p, held in zip(trace.points, resident, strict=False)]
+    return [trace.base_bytes(i) + held for i, held in zip(range(length), accumulate(delta), strict=False)]
 
 
 def recompute_changes(trace: StepTrace, modules: Iterable[Module]) -> Iterator[tuple[int, int]]:

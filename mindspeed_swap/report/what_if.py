@@ -35,7 +35,7 @@ class Answer:
 class Frontier:
     plain_ms: float
     peak_bytes: int  # of the rank that needs most, when everything is kept
-    floors: dict[str, tuple[int, str]]  # by curve: least reachable bytes, phase
+    floors: dict[str, Floor]  # by curve, of the rank whose plans reach least
     answers: dict[int, dict[str, Answer]]  # by budget, descending, and curve
 
 
@@ -81,12 +81,11 @@ def read_traces(path: str) -> list[StepTrace]:
 def frontier(traces: Sequence[StepTrace], budgets: Sequence[int] = (), host_budget: int | None = None) -> Frontier:
     """Without ``budgets``: evenly from the lowest floor to the plain peak."""
     peak = max(max(memory_curve(trace, ())) for trace in traces)
-    floors: dict[str, tuple[int, str]] = {}
+    floors: dict[str, Floor] = {}
     for name, (verbs, _) in CURVES.items():
-        bounds: list[Floor] = [floor(trace, verbs, host_budget) for trace in traces]
-        worst = max(bounds, key=lambda bound: bound.reachable_bytes)
-        floors[name] = worst.reachable_bytes, worst.phase
-    low = min(nbytes for nbytes, _ in floors.values())
+        bounds = [floor(trace, verbs, host_budget) for trace in traces]
+        floors[name] = max(bounds, key=lambda bound: bound.reachable_bytes)
+    low = min(bound.reachable_bytes for bound in floors.values())
     step = max(1, (peak - low) // (POINTS - 1))
     chosen = set(budgets) or {peak, *range(low, peak, step)}
     answers = {
@@ -115,8 +114,9 @@ def table(found: Frontier) -> str:
     lines = [
         f"predicted, not run: plain step {found.plain_ms:.1f} ms, peak {format_bytes(found.peak_bytes)}",
         *(
-            f"floor of {name}: {format_bytes(nbytes)}, reached in phase {phase}"
-            for name, (nbytes, phase) in found.floors.items()
+            f"floor of {name}: {format_bytes(bound.bytes)}; no plan below {format_bytes(bound.reachable_bytes)}, "
+            f"reached in phase {bound.phase}"
+            for name, bound in found.floors.items()
         ),
         "",
     ]
