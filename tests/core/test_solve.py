@@ -1,7 +1,6 @@
 """The solver: rules that every plan obeys, both ends of the budget, and its distance from exhaustive search."""
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -14,7 +13,7 @@ from traces import LLAMA_MODULES, LLAMA_SITES, MIB, Shape, megatron_trace, rando
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, run_lanes
 from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.simulate import memory_curve, place, plain_step_ms, simulate
-from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Infeasible, _Solver, floor, solve
+from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import StepTrace
 
 HUGE = 1 << 60
@@ -288,25 +287,6 @@ def test_a_planted_worse_solver_is_caught() -> None:
 
     with pytest.raises(AssertionError):
         check_quality(ratios_to_exhaustive(swap_everything, range(12)))
-
-
-# -- size -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("verbs", [KEEP_SWAP, ALL_VERBS])
-def test_speed_is_printed_and_large_traces_are_solved(verbs: tuple[str, ...]) -> None:
-    """No assertion on time: machines differ. 96 layers x 8 microbatches x 10 tensors, and five kinds of modules."""
-    shape = Shape(layers=96, microbatches=8, stages=8, both_gbps=43.0, modules=LLAMA_MODULES)
-    trace = megatron_trace(shape)
-    for share in (0.8, 0.3):
-        low = floor(trace, verbs).reachable_bytes
-        budget = low + int((max(memory_curve(trace, ())) - low) * share)
-        began = time.process_time()
-        plan = solve(trace, budget, verbs)
-        spent = time.process_time() - began
-        size = f"{len(trace.saved)} tensors, {len(trace.points)} points"
-        print(f"\n{size}: {spent:.2f} s, {len(plan.swaps)} swaps, {len(plan.recomputes)} recomputes", end="")
-        assert simulate(trace, plan).peak <= budget
 
 
 def test_traces_that_cannot_be_planned_say_so() -> None:
