@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
@@ -75,6 +76,8 @@ def read_traces(path: str) -> list[StepTrace]:
             raise SettingError(f"{file}: {error}") from None
         if not traces[-1].points:
             raise SettingError(f"{file}: the trace has no points: nothing was recorded")
+        if other := first_difference(traces[-1].model, traces[0].model, str(files[0])):
+            raise SettingError(f"{file}: of another model: {other}")
     return traces
 
 
