@@ -15,6 +15,8 @@ from mindspeed_swap.patches.compat import COMPAT, FEATURES, Feature, NotTested, 
 
 # What a user types for each feature (with what Megatron needs beside it), and what of it our messages name.
 TYPED = {
+    compat.SMART_SWAP: ("--smart-swap", "--smart-swap"),
+    compat.ADAPTIVE: ("--adaptive-memory-optimization", "--adaptive-memory-optimization"),
     compat.RECOMPUTE_SELECTIVE: ("--recompute-granularity selective", "--recompute-granularity selective"),
     compat.RECOMPUTE_FULL: (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
@@ -80,10 +82,15 @@ print(json.dumps(answers))
 """
 
 
-def lines() -> list[tuple[Feature, str, str]]:
+OUR_FEATURES = {"--smart-swap": compat.SMART_SWAP, "--adaptive-memory-optimization": compat.ADAPTIVE}
+
+
+def lines(ours: str) -> list[tuple[Feature, str, str]]:
+    """What is typed beside ``ours``. How two of ours go together stands in one of their rows."""
     return [
         (feature, typed, named)
         for feature in FEATURES
+        if feature not in OUR_FEATURES.values() or feature in COMPAT[ours]
         for typed, named in [TYPED[feature], *ALSO_TYPED.get(feature, [])]
     ]
 
@@ -92,7 +99,7 @@ def lines() -> list[tuple[Feature, str, str]]:
 def answers() -> list:
     """Of every line, with each of our flags in front of it: (features in use, error text, warnings)."""
     pytest.importorskip("megatron.training")
-    asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines()]
+    asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines(ours)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(asked)],
@@ -103,9 +110,10 @@ def answers() -> list:
 
 
 def test_every_cell_as_the_table_says(answers):
-    cells = [(ours, *line) for ours in COMPAT for line in lines()]
+    cells = [(ours, *line) for ours in COMPAT for line in lines(ours)]
     for (ours, feature, _, named), (found, refused, untested) in zip(cells, answers, strict=True):
-        assert {title: flag for title, flag in found.items() if flag} == {feature.title: named}
+        own = {OUR_FEATURES[ours].title: ours} if ours in OUR_FEATURES else {}
+        assert {title: flag for title, flag in found.items() if flag} == own | {feature.title: named}
         cell = COMPAT[ours].get(feature)
         if isinstance(cell, Refused):
             assert refused.startswith(f"{ours} cannot be used with {named}: {cell.why}; ")
@@ -118,7 +126,10 @@ def test_every_cell_as_the_table_says(answers):
 
 def test_every_flag_has_every_cell():
     of_the_optimizer = {compat.PRECISION_AWARE, compat.OPTIMIZER_GRAPH, compat.OTHER_OPTIMIZER}
-    assert set(COMPAT["--smart-swap"]) == set(FEATURES) - of_the_optimizer
+    our_own = set(OUR_FEATURES.values())
+    assert set(COMPAT["--smart-swap"]) == set(FEATURES) - of_the_optimizer - our_own
+    assert set(COMPAT["--adaptive-memory-optimization"]) == set(FEATURES) - of_the_optimizer - {compat.ADAPTIVE}
+    assert set(COMPAT["--swap-config"]) == set(FEATURES) - of_the_optimizer
     assert of_the_optimizer < set(COMPAT["--virtual-optimizer"])
     assert set(TYPED) == set(FEATURES)
 
@@ -159,9 +170,11 @@ def test_without_a_flag_of_ours_nothing_is_refused():
 
 def test_the_table_for_the_documentation():
     head, rule, *rows = compat.markdown().splitlines()
-    assert head == "| Megatron | `--smart-swap` | `--virtual-optimizer` |"
-    assert rule == "|---|---|---|"
+    flags = "`--smart-swap` | `--adaptive-memory-optimization` | `--swap-config` | `--virtual-optimizer`"
+    assert head == f"| Megatron | {flags} |"
+    assert rule == "|---|---|---|---|---|"
     assert len(rows) == len(FEATURES)
-    assert "| full recompute | works: the inputs of the recomputed layers are swapped | no concern |" in rows
-    assert "| FSDP | not tested | error: it owns the optimizer's state |" in rows
+    full = next(row for row in rows if row.startswith("| full recompute | "))
+    assert full.startswith("| full recompute | works: the inputs of the recomputed layers are swapped | error: ")
+    assert "| FSDP | not tested | not tested | not tested | error: it owns the optimizer's state |" in rows
     assert any(row.startswith("| CUDA graphs | error: ") for row in rows)
