@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
+from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
@@ -75,6 +76,9 @@ class Runtime:
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self._in_optimizer = False
+        if self._options.adaptive and self._accelerator.name != "sim":
+            index = int(os.environ.get("LOCAL_RANK", "0"))
+            say(f"{self._options.policy.feature}: {bind_cpu(self._accelerator.name, index)}", every_rank=True)
 
     @property
     def smart_swap(self) -> SmartSwap | None:
