@@ -36,6 +36,8 @@ class FineGrained:
         names = {layer: parts for chunk in chunks for layer, parts in chunk.items()}
         self.parts = Parts(self._config, names, [sorted(chunk) for chunk in chunks], stage)
         self._told = self.parts.must_match()
+        if not names:
+            say("swap-config: this rank has no transformer layers, so nothing to swap", every_rank=True)
 
     def new(self, capacity_bytes: int, policy: Policy, peers: Peers | None = None, name: int = 0) -> SmartSwap:
         """What a shape of step is run by. Ranks need not agree: each has the same setting."""
@@ -85,7 +87,8 @@ class Listed(SmartSwap):
         self.owner.write(self._planning.reasons)
         if told:
             self.tell(f"swap-config: {told}")
-        self._enter(Phase.SEARCH, self.plan.text or "NOTHING is swapped or recomputed")
+        nothing = "NOTHING can be swapped or recomputed" if self._planning.reasons else "nothing to swap or recompute"
+        self._enter(Phase.SEARCH, self.plan.text or nothing)
         return True
 
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:

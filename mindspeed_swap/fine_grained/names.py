@@ -62,6 +62,11 @@ def is_word(pattern: str) -> bool:
     return all(_WORD.fullmatch(part) for part in levels(pattern))
 
 
+def in_megatron(pattern: str) -> str:
+    """The pattern with Megatron's words for the aliases in it."""
+    return ".".join(ALIASES.get(level, level) for level in levels(pattern))
+
+
 def near(pattern: str, names: Iterable[str]) -> list[str]:
     """Names that might have been meant, at least the parts of the layer."""
     names = list(dict.fromkeys(names))

@@ -1,10 +1,10 @@
 """Parts: what the setting means for the layers of one rank. Pure; imports no torch."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_swap.fine_grained.names import matching, near
+from mindspeed_swap.fine_grained.names import in_megatron, matching, near
 from mindspeed_swap.fine_grained.schema import Entry, SwapConfig
 
 WHOLE = "all of it"  # in the place of a name, where a layer is swapped as such
@@ -50,7 +50,7 @@ class Parts:
                 raise self.config.document.error(
                     key, f"{pattern}: no operator of this model matches; {hint} (mindspeed-swap ops lists them)"
                 )
-            told += [f"layer {n} has no {pattern}" for n in missing]
+            told += [f"layer {n} has no {in_megatron(pattern)}" for n in missing]
         return told
 
     def _swaps(self, pattern: str, layer: int) -> bool:
@@ -60,10 +60,9 @@ class Parts:
         """Whether the setting recomputes this part of a layer."""
         return any(layer in layers and name in self.matched(p, layer) for p, layers in self.select.items())
 
-    def entry(self, layer: int, names: Iterable[str]) -> tuple[Entry, str] | None:
+    def entry(self, layer: int, names: set[str]) -> tuple[Entry, str] | None:
         """What moves something that is saved inside all of ``names``, and which of these it is for. The first match
         wins, and operators come before their layer."""
-        names = set(names)
         for entry in self.config.ops:
             if layer in entry.layers:
                 for name in self.matched(entry.name, layer):

@@ -44,6 +44,11 @@ def layer_names(trace: StepTrace) -> dict[int, list[str]]:
     return {layer: sorted(names, key=lambda n: (names[n], n)) for layer, names in sorted(found.items())}
 
 
+def _inside(record: SavedRecord, calls: list[ModuleRecord]) -> list[ModuleRecord]:
+    """Those in which it was saved first."""
+    return [call for call in calls if call.begin < record.saved < call.end]
+
+
 @dataclass(slots=True)
 class _Why:
     """Something without effect: one line per part of a layer, whatever the number of tensors and microbatches."""
@@ -108,8 +113,8 @@ class Planning:
                 continue
             if record.begin < until.get(record.key[:3], -1):
                 continue
-            until[record.key[:3]] = record.end
             if record.key in known:
+                until[record.key[:3]] = record.end
                 found.append(known[record.key])
             else:
                 self._add((layer, name), "cannot run again, or frees nothing: not recomputed")
@@ -119,21 +124,21 @@ class Planning:
     def _placed(self, again: Sequence[Module]) -> Iterator[Placed]:
         trace = self.trace
         freed = {number for module in again for number in module.frees}
-        spans = [(m.record.key[:3], m.record.begin, m.record.end) for m in again]
+        again_there = defaultdict(list)
+        for module in again:
+            again_there[module.record.key[:3]].append(module.record)
         shared = self._outputs_used_by({key for module in again for key in module.record.keeps})
         needed = first_reads(trace, again)
         for number, record in enumerate(trace.saved):
             if record.key.layer == OUTSIDE:
                 continue
-            inside = [c for c in self.calls.get(record.key[:3], ()) if c.begin < record.saved < c.end]
-            found = self.parts.entry(record.key.layer - 1, (plain_name(call) for call in inside))
+            inside = _inside(record, self.calls[record.key[:3]])
+            found = self.parts.entry(record.key.layer - 1, {plain_name(call) for call in inside})
             if found is None:
                 continue
             entry, part = found
             where = record.key.layer - 1, part
-            if number in freed or any(
-                call == record.key[:3] and begin < record.saved < end for call, begin, end in spans
-            ):
+            if number in freed or _inside(record, again_there[record.key[:3]]):
                 self._add(where, "recomputed, so not swapped", record)
             elif (owner := self.ops.owner.get(record.saved, record.key)) in shared:
                 name = plain_name(trace.modules[owner]) if isinstance(owner, int) else part

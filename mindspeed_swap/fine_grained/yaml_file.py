@@ -98,22 +98,20 @@ class _Walk:
         found: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for name_node, child in node.value:
-            line = name_node.start_mark.line + 1
-            if name_node.tag == _MERGE:  # <<: what the alias has, where the mapping itself does not say otherwise
-                more = self.value(child, f"{key}.<<" if key else "<<", depth + 1)
-                for each in more if isinstance(more, list) else [more]:
-                    if not isinstance(each, dict):
-                        raise SettingError(f"{FLAG} {self._path}:{line}: <<: expected a mapping")
-                    merged = {**each, **merged}
-                continue
-            name = self.value(name_node, f"{key}.?", depth + 1)
-            if not isinstance(name, str | int | float | bool) and name is not None:
-                raise SettingError(f"{FLAG} {self._path}:{line}: a key must be a plain word, not {name!r:.40}")
-            text = name if isinstance(name, str) else name_node.value
-            child_key = f"{key}.{text}" if key else text
-            if text in found:
+            line, name = name_node.start_mark.line + 1, name_node.value
+            child_key = f"{key}.{name}" if key else name
+            if name_node.id != "scalar":
+                raise SettingError(f"{FLAG} {self._path}:{line}: a key must be a plain word")
+            if name in found:
                 first = self.lines[child_key]
                 raise SettingError(f"{FLAG} {self._path}:{line}: {child_key}: given twice, first on line {first}")
             self.lines[child_key] = line
-            found[text] = self.value(child, child_key, depth + 1)
+            value = self.value(child, child_key, depth + 1)
+            if name_node.tag != _MERGE:
+                found[name] = value
+                continue
+            for each in value if isinstance(value, list) else [value]:  # of several mappings the first wins
+                if not isinstance(each, dict):
+                    raise SettingError(f"{FLAG} {self._path}:{line}: <<: expected a mapping")
+                merged = {**each, **merged}
         return {**merged, **found}

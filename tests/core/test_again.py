@@ -280,6 +280,22 @@ def test_changed_in_place_is_refused_as_without(sim):
         model.step(manager, plan)
 
 
+def test_call_that_must_not_run_again_is_recorded_and_never_run(sim):
+    class Once(Blocks):
+        def call(self, name, function, *args, **kwargs):
+            if self.manager is None:
+                return function(*args, **kwargs)
+            return self.manager.call(name, function, args, kwargs, once=name == "mlp")
+
+    model, manager = Once(2), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    calls = [module for module in trace.modules if module.key.name == "mlp"]
+    assert len(calls) == 2 and all(call.frees == [] and call.keeps for call in calls)
+    plan = Plan(trace.model, 0, (), tuple(Recompute(call.key, 0, 0.0) for call in calls))
+    assert model.step(manager, plan).stats.recomputed_calls == 0
+    assert model.calls == 2
+
+
 def test_call_that_changes_its_input_is_no_candidate(sim):
     class Changing(Blocks):
         def norm(self, hidden):

@@ -159,20 +159,17 @@ OWN = "swap_config"
 bad_numbers = st.sampled_from([1.0, "1", None, {}, True])
 
 
-@st.composite
 def unknown_key(draw, config):
     section = draw(st.sampled_from(["swap_config", "recompute_config"]))
     config.setdefault(section, {})["ot_swap"] = 1
     return f"{section}.ot_swap: unknown"
 
 
-@st.composite
 def unknown_key_of_an_entry(draw, config):
     config[OWN]["layer_swap"] = [{"backward_prefetch": 1, "layers": [0], "layer": 1}]
     return "swap_config.layer_swap[0].layer: unknown"
 
 
-@st.composite
 def missing_key(draw, config):
     entry = {"backward_prefetch": 1, "layers": [0], "op_name": "mlp"}
     name = draw(st.sampled_from(sorted(entry)))
@@ -181,7 +178,6 @@ def missing_key(draw, config):
     return f"swap_config.op_swap[0].{name}: missing"
 
 
-@st.composite
 def bad_layer(draw, config):
     before = draw(st.lists(numbers, max_size=3))
     wrong = draw(bad_numbers | st.sampled_from([LAYERS, 99, -1, [0]] if before else [LAYERS, 99, -1]))
@@ -189,7 +185,6 @@ def bad_layer(draw, config):
     return f"swap_config.layer_swap[0].layers[{len(before)}]: "
 
 
-@st.composite
 def bad_layers(draw, config):
     config[OWN]["layer_swap"] = [
         {"backward_prefetch": 1, "layers": draw(st.sampled_from([0, 1.5, "all", {}, [], [[]]]))}
@@ -197,7 +192,6 @@ def bad_layers(draw, config):
     return "swap_config.layer_swap[0].layers: "
 
 
-@st.composite
 def bad_value(draw, config):
     wrong = draw(st.sampled_from([1.5, "Auto", True, -1, []]))
     if draw(st.booleans()):
@@ -207,14 +201,12 @@ def bad_value(draw, config):
     return "swap_config.default_prefetch: expected a whole number"
 
 
-@st.composite
 def bad_list(draw, config):
     name = draw(st.sampled_from(["layer_swap", "op_swap"]))
     config[OWN][name] = draw(st.sampled_from([[], {}, True, 3, "mlp"]))
     return f"swap_config.{name}: expected a list"
 
 
-@st.composite
 def two_values_for_a_layer(draw, config):
     layer, value = draw(numbers), draw(values)
     config[OWN]["op_swap"] = [
@@ -224,7 +216,6 @@ def two_values_for_a_layer(draw, config):
     return "swap_config.op_swap[1].backward_prefetch: Inconsistent 'backward_prefetch' values"
 
 
-@st.composite
 def all_layers_beside_another(draw, config):
     pair = [{"backward_prefetch": 2, "layers": True}, {"backward_prefetch": 2, "layers": draw(layer_lists)}]
     at = draw(st.integers(0, 1))
@@ -232,14 +223,12 @@ def all_layers_beside_another(draw, config):
     return f"swap_config.layer_swap[{at}].layers: True has all layers already"
 
 
-@st.composite
 def bad_op_name(draw, config):
     wrong = draw(st.sampled_from([3, "", "a(", "mlp.", "a..b", [], {}, ["mlp", 3], ["mlp", "("], True]))
     config[OWN]["op_swap"] = [{"op_name": wrong, "backward_prefetch": 1, "layers": [0]}]
     return "swap_config.op_swap[0].op_name"
 
 
-@st.composite
 def no_match(draw, config):
     config[OWN] = {"swap": True, "op_swap": [
         {"op_name": draw(st.sampled_from(["atention", "flash_attention", "mlp.linear_fc3", "layer"])),
@@ -249,19 +238,16 @@ def no_match(draw, config):
     return "swap_config.op_swap[0]: "
 
 
-@st.composite
 def bad_swap(draw, config):
     config[OWN]["swap"] = draw(st.sampled_from([1, 0, "True", [], "on"]))
     return "swap_config.swap: expected True or False"
 
 
-@st.composite
 def other_number_of_layers(draw, config):
     config["model"] = {"model_config": {"num_layers": draw(st.sampled_from([LAYERS + 1, 0, 1, "4", 4.0, True]))}}
     return "model.model_config.num_layers: "
 
 
-@st.composite
 def bad_recompute(draw, config):
     swap = config[OWN]["swap"]
     wrong = draw(st.sampled_from([1, "all", 1.5, [99] if swap else [1, 1], [True], [1.5], {"mlp": 1}]))
@@ -269,26 +255,22 @@ def bad_recompute(draw, config):
     return "recompute_config.recompute"
 
 
-@st.composite
 def bad_select(draw, config):
     wrong = st.sampled_from([True, 1, "mlp", {"mlp": 1}, {"mlp": [1.5]}, {"(": True}])
     config["recompute_config"] = {"select_recompute": draw(wrong)}
     return "recompute_config.select_recompute"
 
 
-@st.composite
 def communication_without_sequence_parallel(draw, config):
     config["recompute_config"] = {"select_comm_recompute": True}
     return "recompute_config.select_comm_recompute: needs --sequence-parallel"
 
 
-@st.composite
 def no_section(draw, config):
     del config[OWN]
     return "swap_config: missing"
 
 
-@st.composite
 def not_a_section(draw, config):
     config[OWN] = draw(st.sampled_from([[], [1], "True", 3, True]))
     return "swap_config: expected keys"
@@ -306,7 +288,7 @@ BRANCHES = [
 def test_wrong_ones_are_one_error_that_names_the_key(data):
     config = data.draw(configs())
     branch = data.draw(st.sampled_from(BRANCHES))
-    key = data.draw(branch(config))
+    key = branch(data.draw, config)
     try:
         read(config)
     except SettingError as error:

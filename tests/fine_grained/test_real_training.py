@@ -161,6 +161,8 @@ def test_operators_of_a_run_are_listed(trainer, capsys):
     assert main(["ops", str(run.folder)]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("layers 0-3\n")
+    assert main(["report", str(run.folder)]) == 0
+    assert "Swap configuration" in (run.folder / "report.html").read_text()
     row = next(line.split() for line in printed.splitlines() if "self_attention.core_attention" in line)
     assert row == ["self_attention.core_attention", "*", "attention.flash_attention", "0.8", "MiB", "0.8", "MiB", "4"]
 
@@ -214,6 +216,23 @@ swap_config: {{swap: True, op_swap: [{{op_name: attention, backward_prefetch: 2,
         assert set_for == {f"-INFO - Set op_swap at layer {layer}" for layer in expected[rank]}
     microbatches = 4
     assert run.recomputed(0) + run.recomputed(1) == 2 * microbatches
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ep", "rampup", "evaluation", "dp_overlap_both", "fusion"])
+def test_other_layouts_keep_their_bits(trainer, name):
+    """Experts, of which a part cannot run again; other numbers of microbatches; evaluation; overlaps."""
+    layout = LAYOUTS[name]
+    text = """
+recompute_config: {select_recompute: {mlp: [1], attention.flash_attention: [2]}}
+swap_config: {swap: True, op_swap: [{op_name: [mlp, attention], backward_prefetch: 3, layers: True}]}
+"""
+    run = Trained(trainer, layout, text, ITERS="8")
+    assert run.digests() == trainer.train(layout, layout.dtype, ITERS="8").digests()
+    assert {"mlp", "self_attention"} <= set(run.moved()[0])
+    assert ("layer 1: mlp: cannot run again" in run.log()) == (name == "ep")
+    for summary in run.summaries:
+        assert summary["phase"] == "Stable" and summary["stable"]["on_demand_loads"] == 0
 
 
 @pytest.mark.full

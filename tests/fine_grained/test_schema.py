@@ -144,6 +144,7 @@ swap_config:
     ]  # fmt: skip
 
 
+GROWING = list(zip("abcdefgh", "bcdefghi", strict=True))  # each line ten times the one before
 WRONG = [
     (SWAP + "lair_swap: []}", r"swap.yaml:1: swap_config.lair_swap: unknown: did you mean layer_swap\?"),
     (SWAP + "layer_swap: [{backward_prefech: 1, layers: [0]}]}", r"layer_swap\[0\].backward_prefech: unknown"),
@@ -199,9 +200,17 @@ WRONG = [
     ("a: [" * 500, r"nested too deeply|not YAML"),
     ("a: &a [1]\n" + "swap_config: {swap: True, layer_swap: &b [*b]}", r"nested too deeply"),
     ("x" * (300 << 10), r"larger than 256 KiB"),
+    ("a: &a {<<: *a}", r"nested too deeply"),
+    ("a: {[1]: 2}", r"a key must be a plain word"),
+    ("a: {<<: 3}", r"<<: expected a mapping"),
+    (
+        "a: &a {x: 1}\n"
+        + "".join(f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 10)}]}}\n" for a, b in GROWING),
+        r"more than 20000 values",
+    ),
     (
         "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
-        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+        + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in GROWING),
         r"more than 20000 values",
     ),
 ]
