@@ -53,6 +53,7 @@ def activate(options: Options) -> None:
     from mindspeed_swap.patches import (
         distributed_optimizer,
         linear,
+        modules,
         recompute,
         schedules,
         training,
@@ -62,9 +63,12 @@ def activate(options: Options) -> None:
     if runtime.started():
         return
     runtime.start(options)
-    if options.smart_swap:
+    if options.plans:
         for patches in (training, schedules, transformer_layer, linear, recompute):
             _step.install(patches.PATCHES)
+    if options.names_modules:
+        _step.install(modules.PATCHES)
+        modules.install_into(_step)
     if options.virtual_optimizer is not None:
         _step.install(distributed_optimizer.PATCHES)
 

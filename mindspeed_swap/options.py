@@ -27,6 +27,17 @@ class Options:
     policy: Policy = Policy()
     plan_file: str | None = None
     plan_save: str | None = None
+    adaptive: bool = False
+
+    @property
+    def plans(self) -> bool:
+        """True if a step is recorded and planned."""
+        return self.smart_swap or self.adaptive
+
+    @property
+    def names_modules(self) -> bool:
+        """True if the plan may speak of modules."""
+        return self.adaptive
 
     @property
     def any(self) -> bool:
@@ -36,7 +47,11 @@ class Options:
     @property
     def names(self) -> str:
         """The flags of the features that are on, for messages."""
-        on = {"--smart-swap": self.smart_swap, "--virtual-optimizer": self.virtual_optimizer is not None}
+        on = {
+            "--smart-swap": self.smart_swap,
+            "--adaptive-memory-optimization": self.adaptive,
+            "--virtual-optimizer": self.virtual_optimizer is not None,
+        }
         return ", ".join(flag for flag, is_on in on.items() if is_on)
 
     @classmethod
@@ -54,9 +69,11 @@ class Options:
                 report = report or folder
             if settings.get("save_policy"):
                 save = save or str(Path(folder) / "plan.{rank}.json")
+        if args.adaptive_memory_optimization:
+            policy = _adaptive_policy(args.swap_memory_target)
         return cls(
             args.smart_swap, args.swap_host_memory, report, model, layout, virtual_options(args), policy,
-            args.swap_plan, save,
+            args.swap_plan, save, args.adaptive_memory_optimization,
         )  # fmt: skip
 
 
@@ -72,6 +89,20 @@ def _policy(path: str | None, target_gib: float | None) -> tuple[Policy, Mapping
         say(f"smart-swap: without effect here, nothing corresponds to them: {', '.join(unused)}")
     say(f"smart-swap: {policy.line}; policy of {path or 'swap_policy_config.py as installed'}")
     return policy, settings
+
+
+def _adaptive_policy(target_gib: float | None) -> Policy:
+    """Raises SettingError."""
+    if target_gib == 0:
+        raise SettingError(
+            "--swap-memory-target 0 moves all that --smart-swap can move; --adaptive-memory-optimization needs the "
+            "peak that a step may have, such as 30"
+        )
+    policy = Policy(recomputes=True)
+    if target_gib is not None:
+        policy = policy.with_target(int(target_gib * GIB))
+    say(f"{policy.feature}: {policy.line}")
+    return policy
 
 
 def _stream_optimizer(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ import atexit
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +44,7 @@ _MORE_ROOM = "give the device (or the target) more room, make a microbatch small
 class Runtime:
     """Built by the first call of ``get``: by then Megatron has chosen this rank's device."""
 
-    # Of --smart-swap. Without it nothing patched reaches them.
+    # Of the features that plan. Without one nothing patched reaches them.
     manager: SwapManager
     shapes: Shapes | None = None
 
@@ -55,10 +55,11 @@ class Runtime:
         self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._virtual: VirtualOptimizer | None = None
         self.in_step = False
-        if options.smart_swap:
-            self._prepare_smart_swap()
+        self.names_modules = options.names_modules
+        if options.plans:
+            self._prepare_plans()
 
-    def _prepare_smart_swap(self) -> None:
+    def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
@@ -108,7 +109,7 @@ class Runtime:
         try:
             changed = search.after_step(stats, trace)
         except NoPlan as error:
-            raise SettingError(f"--smart-swap: {error}; {_MORE_ROOM}") from None
+            raise SettingError(f"{self._options.policy.flag}: {error}; {_MORE_ROOM}") from None
         if changed:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=search.phase is Phase.STABLE)
@@ -142,6 +143,15 @@ class Runtime:
             if self.shapes.meet(entering.numel() * entering.itemsize):
                 self._order(self.manager.change_plan)
         return self.manager.layer(number)
+
+    def call(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        *, keeps_outputs: bool = False,
+    ) -> Any:  # fmt: skip
+        """A module that may be recomputed."""
+        if not (self.in_step and self.names_modules):
+            return function(*args, **kwargs)
+        return self.manager.call(name, function, args, kwargs, keeps_outputs=keeps_outputs)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -178,7 +188,8 @@ class Runtime:
         """The allocator's message knows nothing of what was tried, nor of our settings."""
         assert self.shapes is not None
         search, stats = self.shapes.current, self.manager.stats
-        text = f"smart-swap: out of memory in step {search.steps + 1}, {format_bytes(stats.evicted_bytes)} pushed out; "
+        feature, pushed = self._options.policy.feature, format_bytes(stats.evicted_bytes)
+        text = f"{feature}: out of memory in step {search.steps + 1}, {pushed} pushed out; "
         if stats.host_full:
             return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
         floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
@@ -276,6 +287,11 @@ def get() -> Runtime:
         assert _options is not None, "patches are installed only after start()"
         _runtime = Runtime(_options, _host_budget_bytes)
     return _runtime
+
+
+def call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """As the method; without a running instance it is the plain call."""
+    return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs)
 
 
 def _on_terminate(number: int, frame: Any) -> None:

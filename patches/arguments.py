@@ -39,20 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="SmartSwap: record a step, survive out of memory meanwhile, plan which saved tensors go to host memory.",
     )  # fmt: skip
     group.add_argument(
+        "--adaptive-memory-optimization", action="store_true",
+        help="Keep, swap or recompute, chosen per module and tensor by what was measured; fills the device.",
+    )  # fmt: skip
+    group.add_argument(
         "--swap-policy-config", default=None, metavar="FILE",
         help="--smart-swap: policy file, Python that is EXECUTED (default: swap_policy_config.py as installed).",
     )  # fmt: skip
     group.add_argument(
         "--swap-memory-target", type=_target, default=None, metavar="GB",
-        help="--smart-swap: peak of a step in GB of 1024^3 bytes, below what the device has; 0 moves all.",
+        help="both: peak of a step in GB of 1024^3 bytes, below what the device has; 0 (--smart-swap) moves all.",
     )  # fmt: skip
     group.add_argument(
         "--swap-plan-save", default=None, metavar="FILE",
-        help="--smart-swap: write the plan of the Stable phase there; {rank} is replaced, or .rankN added.",
+        help="both: write the plan of the Stable phase there; {rank} is replaced, or .rankN added.",
     )  # fmt: skip
     group.add_argument(
         "--swap-plan", default=None, metavar="FILE",
-        help="--smart-swap: run the plan saved there and skip the search.",
+        help="both: run the plan saved there and skip the search.",
     )  # fmt: skip
     group.add_argument(
         "--virtual-optimizer", nargs="+", default=None, metavar="GB",
@@ -80,12 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
     found = compat.errors(args)
-    if not args.smart_swap:
-        found += [
-            f"--{name.replace('_', '-')} is a setting of --smart-swap, which is off: add --smart-swap"
-            for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan")
-            if getattr(args, name, None) is not None
-        ]
+    features = ["--smart-swap", "--adaptive-memory-optimization"]
+    for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan"):
+        of = features[:1] if name == "swap_policy_config" else features
+        if getattr(args, name, None) is not None and not any(compat.is_on(args, flag) for flag in of):
+            are_off = "which is off" if len(of) == 1 else "which are off"
+            setting = f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}"
+            found.append(f"{setting}, {are_off}: add {' or '.join(of)}")
     if found:
         raise SettingError("\n".join(found))
 

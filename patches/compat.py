@@ -45,6 +45,10 @@ def _switch(name: str) -> Callable[[argparse.Namespace], str]:
     return lambda args: name if getattr(args, attribute, None) else ""
 
 
+def is_on(args: argparse.Namespace, flag: str) -> bool:
+    return bool(_switch(flag)(args))
+
+
 def _recompute_selective(args: argparse.Namespace) -> str:
     if getattr(args, "recompute_activations", False):  # Megatron's older name; gone once it has validated arguments
         return "--recompute-activations"
@@ -107,7 +111,10 @@ PRECISION_AWARE = Feature("precision-aware optimizer", _switch("--use-precision-
 OPTIMIZER_GRAPH = Feature("CUDA graph of the optimizer", _switch("--optimizer-cuda-graph"))
 OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
 
+SMART_SWAP = Feature("`--smart-swap`", _switch("--smart-swap"))
+
 FEATURES = (
+    SMART_SWAP,
     RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
     COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
     PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
@@ -115,12 +122,35 @@ FEATURES = (
 
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
+_ITS_CHOICE_SELECTIVE = Refused(
+    "the feature decides what to recompute",
+    "remove --recompute-granularity, --recompute-modules and --recompute-activations",
+)
+_ITS_CHOICE_FULL = Refused(
+    "the feature decides what to recompute",
+    "remove --recompute-granularity, --recompute-method and --recompute-num-layers",
+)
+
 # A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together. A
 # feature that a row does not name has nothing to do with that flag.
 COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),
         RECOMPUTE_FULL: Works("the inputs of the recomputed layers are swapped"),
+        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
+        LAYER_OFFLOAD: _SAME_TENSORS,
+        OPTIMIZER_OFFLOAD: Works(),
+        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
+        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
+        FSDP: NotTested(),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: NotTested(),
+        TRANSFORMER_ENGINE: NotTested(),
+    },
+    "--adaptive-memory-optimization": {
+        SMART_SWAP: Refused("it decides what to swap itself"),
+        RECOMPUTE_SELECTIVE: _ITS_CHOICE_SELECTIVE,
+        RECOMPUTE_FULL: _ITS_CHOICE_FULL,
         FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
         LAYER_OFFLOAD: _SAME_TENSORS,
         OPTIMIZER_OFFLOAD: Works(),

@@ -75,16 +75,19 @@ class Installed:
     def install(self, patches: Iterable[Patch]) -> None:
         resolved = [(*resolve(target), wrapper) for target, wrapper in patches]  # all or nothing
         for owner, name, wrapper in resolved:
-            # vars() and not getattr: a staticmethod must go back as the staticmethod object it was
-            own = vars(owner).get(name, _INHERITED)
-            found = getattr(owner, name) if own is _INHERITED else own
-            static = isinstance(found, staticmethod)
-            original = found.__func__ if static else found
-            after = wrapper(original)
-            self._put(owner, name, own, staticmethod(after) if static else after)
-            if not isinstance(owner, type):
-                for module, alias in _from_imports(original, owner):
-                    self._put(module, alias, original, after)
+            self.wrap(owner, name, wrapper)
+
+    def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> None:
+        # vars() and not getattr: a staticmethod must go back as the staticmethod object it was
+        own = vars(owner).get(name, _INHERITED)
+        found = getattr(owner, name) if own is _INHERITED else own
+        static = isinstance(found, staticmethod)
+        original = found.__func__ if static else found
+        after = wrapper(original)
+        self._put(owner, name, own, staticmethod(after) if static else after)
+        if not isinstance(owner, type):
+            for module, alias in _from_imports(original, owner):
+                self._put(module, alias, original, after)
 
     def _put(self, owner: Any, name: str, before: Any, after: Any) -> None:
         setattr(owner, name, after)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_swap import runtime
 from mindspeed_swap.log import speak_for_stage
+from mindspeed_swap.patches.random_state import MegatronRandomState
 from mindspeed_swap.patches.registry import Patch
 
 
@@ -14,11 +15,12 @@ def _train_step(original: Any) -> Any:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     signature = inspect.signature(original)
-    once = functools.cache(_meet_peers)
+    once, random = functools.cache(_meet_peers), MegatronRandomState()
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         once()
+        runtime.get().manager.random = random
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
         with runtime.get().step(models, given["optimizer"], get_num_microbatches()):

@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from mindspeed_swap import runtime
+from mindspeed_swap.patches import modules
 from mindspeed_swap.patches.registry import Patch
 
 
@@ -12,8 +13,14 @@ def _forward(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         entering = args[0] if args else kwargs.get("hidden_states")
-        with runtime.get().layer(self.layer_number, entering):
-            return original(self, *args, **kwargs)
+        running = runtime.get()
+        with running.layer(self.layer_number, entering):
+            if not running.names_modules:
+                return original(self, *args, **kwargs)
+            modules.name_modules(self)
+            if not vars(self)[modules.NAME]:
+                return original(self, *args, **kwargs)
+            return running.call(modules.LAYER, original, (self, *args), kwargs, keeps_outputs=True)
 
     return forward
 

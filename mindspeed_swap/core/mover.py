@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
+from mindspeed_swap.core.again import Call
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
 from mindspeed_swap.core.saved_tensor import SavedTensor, State, flat_bytes
@@ -59,7 +60,7 @@ class Mover:
     # ---- the books
     def born(self, saved: SavedTensor) -> None:
         self.bytes_in[saved.state] += saved.nbytes
-        self.stats.saved += 1
+        self.stats.saved += saved.key.ordinal >= 0  # else nobody has saved it yet
         self._live_bytes += saved.nbytes
         self.stats.most_saved_bytes = max(self.stats.most_saved_bytes, self._live_bytes)
         if self.recorder:
@@ -107,6 +108,22 @@ class Mover:
         if self.recorder:
             self.recorder.copied(saved, to_host, before, after)
         return after
+
+    # ---- for recompute
+    def drop(self, saved: SavedTensor, again: Call) -> None:
+        """DEVICE -> DROPPED: ``again`` makes it once more when it is wanted."""
+        saved.again = again
+        saved.drop_device()
+        self._move(saved, State.DROPPED)
+
+    def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
+        """DROPPED -> DEVICE."""
+        saved.again = None
+        saved.stream = self.accelerator.compute_stream()
+        saved.adopt(made)
+        self._move(saved, State.DEVICE)
+        if self.recorder:
+            self.recorder.arrived(saved)
 
     # ---- out
     def offload(self, saved: SavedTensor) -> bool:
@@ -231,7 +248,7 @@ class Mover:
         return freed
 
     def _let_go(self, saved: SavedTensor) -> int:
-        if saved.state is State.HOST:
+        if saved.state in (State.HOST, State.DROPPED):
             return 0
         # In DEVICE too there may be a copy: one out, called off, still reads.
         event = saved.loaded if saved.state is State.RETURNING else saved.copied

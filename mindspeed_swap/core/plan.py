@@ -11,6 +11,7 @@ from typing import Any
 
 from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
 from mindspeed_swap.core.trace import Key, ModuleKey, Position
+from mindspeed_swap.units import format_bytes
 
 PLAN_VERSION = 2
 
@@ -59,6 +60,26 @@ class Plan:
     @property
     def swap_bytes(self) -> int:
         return sum(swap.nbytes for swap in self.swaps)
+
+    @property
+    def recompute_bytes(self) -> int:
+        """That recompute frees."""
+        return sum(recompute.nbytes for recompute in self.recomputes)
+
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """All that is executed of it: plans of equal decisions do the same."""
+        return self.swaps, tuple(recompute.key for recompute in self.recomputes)
+
+    @property
+    def text(self) -> str:
+        """What it does, or "" for nothing."""
+        parts = []
+        if self.swaps:
+            parts.append(f"swap {format_bytes(self.swap_bytes)} in {len(self.swaps)} tensors")
+        if self.recomputes:
+            parts.append(f"recompute {format_bytes(self.recompute_bytes)} of {len(self.recomputes)} module calls")
+        return " and ".join(parts)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
+from mindspeed_swap.core.module_recorder import ModuleRecorder, Tracked
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
     EXIT,
@@ -14,6 +15,7 @@ from mindspeed_swap.core.trace import (
     OUTSIDE,
     CopyRecord,
     Key,
+    ModuleKey,
     Point,
     Position,
     SavedRecord,
@@ -21,6 +23,8 @@ from mindspeed_swap.core.trace import (
     WaitRecord,
 )
 from mindspeed_swap.core.waits import Wait
+
+RECOMPUTE = "RECOMPUTE"  # cause of a wait, which it is for everything else
 
 
 def _use_count(address: int) -> int:
@@ -61,6 +65,9 @@ class Recorder:
         self._resident_bytes = 0
         self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
         self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
+        self._again_peak = 0  # of running modules again, since the last point
+        self._before_again: Interval | None = None  # what had been measured of that interval before
+        self.modules = ModuleRecorder()
         self.trace = trace
         accelerator.take_interval()
         self._start = accelerator.record(accelerator.compute_stream())
@@ -78,23 +85,35 @@ class Recorder:
             if is_sole_holder(saved, self._sole_count):
                 self._records[serial].sole = index
                 del self._not_sole[serial]
+                if saved.state is State.DROPPED:
+                    self.left(saved)
+        peak, request = interval.peak_bytes, interval.largest_request_bytes
+        if self._before_again is not None:
+            peak = max(peak, self._before_again.peak_bytes)
+            request = max(request, self._before_again.largest_request_bytes)
+        again = max(0, self._again_peak - peak)
+        self._again_peak, self._before_again = 0, None
         self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
         self.trace.points.append(
             Point(
-                position, 0.0, allocated, interval.peak_bytes, interval.largest_request_bytes, self._resident_bytes,
-                memory.reserved_bytes,
+                position, 0.0, allocated, peak + again, request, self._resident_bytes, memory.reserved_bytes, again,
             )
         )  # fmt: skip
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
 
     def saved(self, saved: SavedTensor) -> None:
-        """First save, at the point just closed."""
+        """First save, at the point just closed. (What nobody has saved yet is resident, but no save.)"""
         index = self._next - 1
+        if saved.key.ordinal < 0:
+            self._resident[saved.serial] = saved.nbytes
+            self._resident_bytes += saved.nbytes
+            return
         record = SavedRecord(saved.key, saved.nbytes, index, index, None, None, None, True)
         self._records[saved.serial] = record
         self.trace.saved.append(record)
         self._not_sole[saved.serial] = saved
+        self.modules.saved(saved, record)
         self.arrived(saved)
 
     def used(self, saved: SavedTensor) -> None:
@@ -126,6 +145,26 @@ class Recorder:
     def waited(self, saved: SavedTensor, wait: Wait, before: Event, after: Event) -> None:
         """Compute waited for its copy between the two events."""
         self._waits.append((saved.key, self._next, wait.name, before, after))
+
+    def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]]) -> Tracked:
+        """A module begins, at the point just closed."""
+        known = [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in inputs]
+        return self.modules.enter(key, self._next - 1, known)
+
+    def exit(self, tracked: Tracked, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
+        """It ends, at the point just closed."""
+        self.modules.exit(tracked, self._next - 1, outputs, unchanged=unchanged)
+
+    def recomputed(
+        self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval
+    ) -> None:
+        """A module ran again between the two events. Its peak is kept apart from what the interval needs anyway."""
+        self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTE, before, after))
+        self._again_peak = max(self._again_peak, interval.peak_bytes)
+        known = self._before_again or earlier
+        self._before_again = Interval(
+            max(known.peak_bytes, earlier.peak_bytes), max(known.largest_request_bytes, earlier.largest_request_bytes)
+        )
 
     def died(self, saved: SavedTensor) -> None:
         """Found dead before the next point is closed."""
@@ -165,4 +204,5 @@ class Recorder:
                 record.movable, record.reason = False, "not read in backward"
             elif record.died is None:
                 record.movable, record.reason = False, "outlives the step"
+        trace.modules = self.modules.finish([point.time_ms for point in trace.points])
         return trace

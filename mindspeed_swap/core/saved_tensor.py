@@ -12,13 +12,16 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_swap.core.accelerator.base import Stream
 from mindspeed_swap.core.host_pool import HostBlock
 from mindspeed_swap.core.trace import Key, Position
+
+if TYPE_CHECKING:
+    from mindspeed_swap.core.again import Call
 
 
 class State(Enum):
@@ -28,14 +31,16 @@ class State(Enum):
     LEAVING = "leaving"  # device memory still held, copy to the host queued
     HOST = "host"  # device memory given up
     RETURNING = "returning"  # buffer allocated, copy to the device queued
+    DROPPED = "dropped"  # nowhere: the call that made it runs again when it is wanted, see again.py
     DEAD = "dead"  # no handle left
 
 
 _ALLOWED = {
-    State.DEVICE: {State.LEAVING, State.DEAD},
+    State.DEVICE: {State.LEAVING, State.DROPPED, State.DEAD},
     State.LEAVING: {State.HOST, State.DEVICE, State.DEAD},
     State.HOST: {State.RETURNING, State.DEAD},
     State.RETURNING: {State.DEVICE, State.HOST, State.DEAD},
+    State.DROPPED: {State.DEVICE, State.DEAD},
     State.DEAD: set(),
 }
 
@@ -60,6 +65,7 @@ class SavedTensor:
     """One storage at one version. Every view of it that autograd saves shares this object (and its one copy)."""
 
     __slots__ = (
+        "again",
         "alias",
         "block",
         "buffer",
@@ -98,6 +104,7 @@ class SavedTensor:
         self.state = State.DEVICE
         self.stream = stream  # that the device memory belongs to, see mover.py
         self.handles = 0
+        self.again: Call | None = None  # while DROPPED: what makes it again
         self.block: HostBlock | None = None  # where the host copy is
         self.copied: Any = None  # event: device -> host done
         self.buffer: torch.Tensor | None = None  # flat bytes on the device while RETURNING

@@ -4,7 +4,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.trace import FORWARD, OUTSIDE, Key, Position, StepTrace
+from mindspeed_swap.core.trace import FORWARD, MODULE_BORDER, OUTSIDE, Key, ModuleKey, Position, StepTrace
+
+NAMELESS = -1  # ordinals of nameless keys are below
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class StepStats:
     evictions: int = 0
     evicted_bytes: int = 0
     ineffective_bytes: int = 0  # released by the plan while somebody else held the storage
+    recomputed_calls: int = 0
     host_full: int = 0  # kept on the device because the host budget was used up
 
 
@@ -36,17 +39,35 @@ class ExecutedStep:
 class Scope:
     """Where in the step forward is: a microbatch of a model chunk, and the layer that runs."""
 
-    __slots__ = ("_ordinals", "chunk", "layer", "microbatch", "stays")
+    __slots__ = ("_borders", "_calls", "_nameless", "_ordinals", "chunk", "layer", "microbatch", "stays")
 
     def __init__(self, microbatch: int, chunk: int) -> None:
         self.microbatch, self.chunk, self.layer = microbatch, chunk, OUTSIDE
         self.stays = False  # a layer that has returned still counts as the one that runs
         self._ordinals: dict[int, int] = {}
+        self._calls: dict[tuple[int, str], int] = {}
+        self._borders: dict[int, int] = {}
+        self._nameless = 0
 
     def next_key(self) -> Key:
         ordinal = self._ordinals.get(self.layer, 0)
         self._ordinals[self.layer] = ordinal + 1
         return Key(self.microbatch, self.chunk, self.layer, ordinal)
+
+    def nameless_key(self) -> Key:
+        """For what nobody has saved yet: an argument of a call that will run again."""
+        self._nameless += 1
+        return Key(self.microbatch, self.chunk, self.layer, NAMELESS - self._nameless)
+
+    def next_call(self, name: str) -> ModuleKey:
+        """The second call of a name within a layer is ``name#2``."""
+        count = self._calls[self.layer, name] = self._calls.get((self.layer, name), 0) + 1
+        return ModuleKey(self.microbatch, self.chunk, self.layer, name if count == 1 else f"{name}#{count}")
+
+    def module_border(self) -> Position:
+        """A module begins or ends here."""
+        count = self._borders[self.layer] = self._borders.get(self.layer, 0) + 1
+        return self.border(MODULE_BORDER - count)
 
     def border(self, ordinal: int) -> Position:
         return Position(FORWARD, self.microbatch, self.chunk, self.layer, ordinal)

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
+from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
@@ -30,7 +32,7 @@ from mindspeed_swap.core.saved_tensor import (
     modified_in_place,
 )
 from mindspeed_swap.core.spans import span
-from mindspeed_swap.core.step import Scope, StepStats
+from mindspeed_swap.core.step import NAMELESS, Scope, StepStats
 from mindspeed_swap.core.trace import (
     BACKWARD,
     ENTER,
@@ -39,6 +41,7 @@ from mindspeed_swap.core.trace import (
     OPTIMIZER,
     OUTSIDE,
     Key,
+    ModuleKey,
     Position,
     StepTrace,
 )
@@ -60,9 +63,11 @@ class SwapManager:
         min_bytes: int = DEFAULT_MIN_BYTES,
         skip_waits: frozenset[Wait] = frozenset(),
         copy_streams: tuple[Stream, Stream] | None = None,
+        random: RandomState | None = None,
     ) -> None:
-        """``copy_streams``: out and back, if they are not to be streams of its own. ``skip_waits`` is for tests: each
-        wait removed must be noticed."""
+        """``copy_streams``: out and back, if they are not to be streams of its own. ``random``: what recomputed modules
+        draw from. ``skip_waits`` is for tests: each wait removed must be noticed."""
+        self.random = random or RandomState()
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
@@ -79,6 +84,11 @@ class SwapManager:
         self._serial = 0
         self._scope: Scope | None = None
         self._swaps: dict[Key, Swap] = {}
+        self._recomputes: set[ModuleKey] = set()
+        self._call: Call | None = None  # of those, the one whose forward runs
+        self._produced = Produced()
+        self._on_module: Callable[[tuple[Any, Any]], None] | None = None  # told of module calls while one runs again
+        self._runs_again = 0  # how many are running, one inside the other
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
         self._read_order: Mapping[Key, int] = {}
@@ -113,6 +123,7 @@ class SwapManager:
         """From here on, in the middle of a step: for what is saved from now on. A record of it begins anew."""
         with self._lock:
             self._swaps = {swap.key: swap for swap in plan.swaps} if plan else {}
+            self._recomputes = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = {}, {}
             for swap in self._swaps.values():
                 self._releases.setdefault(swap.release, []).append(swap.key)
@@ -182,41 +193,117 @@ class SwapManager:
         finally:
             scope.stays, scope.layer = False, OUTSIDE
 
+    def call(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        *, keeps_outputs: bool = False,
+    ) -> Any:  # fmt: skip
+        """``function(*args, **kwargs)``, as the call of a module of that name: it is recorded, and recomputed if the
+        plan says so. Outside ``forward`` it is nothing more.
+
+        Recomputed, it also frees what others save of its outputs, if not ``keeps_outputs``: then the next call of its
+        kind can be run from them.
+        """
+        scope = self._scope
+        if scope is None:
+            if self._on_module is None:
+                return function(*args, **kwargs)
+            self._on_module((args, kwargs))
+            with may_stop(args):
+                return function(*args, **kwargs)
+        key = scope.next_call(name)
+        self._at(scope.module_border())
+        tracked, versions = None, []
+        if (recorder := self._mover.recorder) is not None:
+            inputs = [tensor for tensor in tensors((args, kwargs)) if not self.movable.refuses(tensor)]
+            versions = [(tensor, tensor._version) for tensor in inputs]
+            tracked = recorder.enter(key, [(tensor, self._find(tensor)) for tensor in inputs])
+        if self._call is not None:
+            with self._call.module((args, kwargs)):
+                result = function(*args, **kwargs)
+        elif key not in self._recomputes:
+            result = function(*args, **kwargs)
+        else:
+            self._call = call = Call(key, function, (args, kwargs), self._hold, self.random)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._call = None
+            if not keeps_outputs:
+                self._produced.add(call, tensors(result))
+        self._at(scope.module_border())
+        if recorder is not None and tracked is not None and recorder is self._mover.recorder:
+            unchanged = all(tensor._version == version for tensor, version in versions)
+            recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
+        return result
+
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
         scope = self._scope
         if scope is None:
             return Passed(tensor)
         key = scope.next_key()
+        number = self._call.next_save() if self._call else None
         if self.movable.refuses(tensor):
             return Passed(tensor)
         position = Position(FORWARD, *key)
         self._close(position)
+        handle = self._keep(tensor, key, number)
+        self._act(position)
+        return handle
+
+    def _hold(self, tensor: torch.Tensor) -> Handle | Passed:
+        """As if it were saved, for a call that will run again. Its name comes when somebody saves it."""
+        assert self._scope is not None
+        return Passed(tensor) if self.movable.refuses(tensor) else self._keep(tensor, self._scope.nameless_key(), None)
+
+    def _find(self, tensor: torch.Tensor) -> SavedTensor | None:
         storage = tensor.untyped_storage()
+        saved = self._by_storage.get((storage._cdata, tensor._version))
+        return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
+
+    def _keep(self, tensor: torch.Tensor, key: Key, number: int | None) -> Handle:
+        """``number``: of this save within the call that will run again."""
         with self._lock:
-            saved = self._by_storage.get((storage._cdata, tensor._version))
-            known = saved is not None and saved.is_of(storage) and not saved.modified
-            if saved is None or not known:
-                saved = self._save(tensor, storage, key)
+            saved = self._find(tensor)
+            known = saved is not None
+            if saved is None:
+                self._serial += 1
+                stream = self.accelerator.compute_stream()
+                saved = SavedTensor(tensor, tensor.untyped_storage(), key, self._serial, stream)
+                self._live[saved.serial] = self._by_key[key] = self._by_storage[saved.identity] = saved
+                self._mover.born(saved)
+            elif saved.key.ordinal <= NAMELESS < key.ordinal:
+                self._name(saved, key)
             elif self._mover.recorder:
                 self._mover.recorder.used(saved)
             saved.handles += 1
             handle = Handle(saved, tensor, key, self._dead, whole=not known)
             if not known:
-                self._follow_plan(saved)
-        self._act(position)
+                self._follow_plan(saved, number)
         return handle
 
-    def _save(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key) -> SavedTensor:
-        self._serial += 1
-        saved = SavedTensor(tensor, storage, key, self._serial, self.accelerator.compute_stream())
-        self._live[saved.serial] = self._by_key[key] = self._by_storage[saved.identity] = saved
-        self._mover.born(saved)
-        return saved
+    def _name(self, saved: SavedTensor, key: Key) -> None:
+        """An argument of a call that will run again is saved for the first time."""
+        del self._by_key[saved.key]
+        if self._strays.pop(saved.key, None):
+            self._strays[key] = saved
+        saved.key, self._by_key[key] = key, saved
+        self.stats.saved += 1
+        if self._mover.recorder:
+            self._mover.recorder.saved(saved)
+        if saved.state is State.DEVICE:
+            self._follow_plan(saved, None)
 
-    def _follow_plan(self, saved: SavedTensor) -> None:
-        swap = self._swaps.get(saved.key)
-        if swap is not None:  # whatever its size is in this step: what an expert saves varies with its tokens
+    def _follow_plan(self, saved: SavedTensor, number: int | None) -> None:
+        if number is not None and self._call is not None:
+            self._call.drops(saved, number)
+            self._mover.drop(saved, self._call)
+        elif (made := self._produced.find(saved)) is not None:
+            call, index = made
+            call.drops_output(saved, index)
+            self._mover.drop(saved, call)
+        elif (swap := self._swaps.get(saved.key)) is not None:
+            # Whatever its size is in this step: what an expert saves varies with its tokens.
             saved.release = swap.release
             self._mover.offload(saved)
 
@@ -228,16 +315,64 @@ class SwapManager:
         if first:
             packed.read = True
             self._close(position)
-        prefetched = True
-        while (view := self._read(packed, first, prefetched)) is None:
-            prefetched = False
-            self.stats.on_demand_loads += 1
-            self._mover.load(packed.saved)
+        view = self._fetch(packed, first)
         if first:
             self._act(position)
             if self._strays:
                 self._look_ahead(packed.key)
         return view
+
+    def _fetch(self, packed: Handle | Passed, first: bool = False) -> torch.Tensor:
+        if isinstance(packed, Passed):
+            return packed.get()
+        prefetched = True
+        while (view := self._read(packed, first, prefetched)) is None:
+            if (call := packed.saved.again) is not None:
+                self._run_again(call, packed.saved)
+            elif packed.saved.state is State.HOST:
+                prefetched = False
+                self.stats.on_demand_loads += 1
+                self._mover.load(packed.saved)
+        return view
+
+    def _run_again(self, call: Call, wanted: SavedTensor) -> None:
+        with call.lock:
+            if wanted.state is not State.DROPPED:
+                return  # another thread was faster
+            outer, self._scope = self._scope, None  # layers and modules inside are not new ones
+            self._runs_again += 1
+            measured = self._mover.recorder if self._runs_again == 1 else None
+            if measured:
+                earlier, before = self.accelerator.take_interval(), self.accelerator.record(wanted.stream)
+            try:
+                with span("recompute of", call.key):
+                    call.run(self._fetch, self._dropped, self._give, self._watching)
+            finally:
+                self._runs_again -= 1
+                self._scope = outer
+            self.stats.recomputed_calls += 1
+            if measured:
+                after = self.accelerator.record(self.accelerator.compute_stream())
+                measured.recomputed(call.key, before, after, earlier, self.accelerator.take_interval())
+
+    @contextmanager
+    def _watching(self, enter: Callable[[tuple[Any, Any]], None]) -> Iterator[None]:
+        outer, self._on_module = self._on_module, enter
+        try:
+            yield
+        finally:
+            self._on_module = outer
+
+    def _dropped(self, serial: int) -> SavedTensor | None:
+        saved = self._live.get(serial)
+        return saved if saved is not None and saved.state is State.DROPPED else None
+
+    def _give(self, saved: SavedTensor, made: torch.Tensor) -> None:
+        with self._lock:
+            if saved.state is State.DROPPED:
+                self._forget_storage(saved)
+                self._mover.give(saved, made)
+                self._by_storage[saved.identity] = saved
 
     def _read(self, packed: Handle, first: bool, prefetched: bool) -> torch.Tensor | None:
         """What autograd saved, or None if it must be loaded: at first, and again if pressure in another thread pushes
@@ -246,7 +381,7 @@ class SwapManager:
         with self._lock:
             if saved.modified:
                 raise modified_in_place(saved.alias, packed.shape, saved.version)
-            if saved.state is State.HOST:
+            if saved.state in (State.HOST, State.DROPPED):
                 return None
             if saved.state is State.LEAVING:
                 mover.stay(saved)

@@ -22,6 +22,7 @@ from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
 
 FORWARD, BACKWARD, OPTIMIZER = "F", "B", "O"
 ENTER, EXIT = -1, -2  # ordinals of the borders of a layer; with layer 0: of the microbatch or of the optimizer
+MODULE_BORDER = -2  # below: the borders of modules inside the layer, in their order
 OUTSIDE = 0  # layer number of everything that runs outside the transformer layers (Megatron counts layers from 1)
 
 TRACE_VERSION = 2
@@ -72,6 +73,7 @@ class Point:
     request_bytes: int  # largest single allocation in the interval
     resident_bytes: int  # saved tensors resident through the interval (see above)
     reserved_bytes: int = 0  # at this point, by the allocator, of the device
+    recompute_bytes: int = 0  # of ``peak_bytes``, what only running a module again took
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class ModuleRecord:
     first read of anything in ``frees``. ``begin`` and ``end`` are indices into ``StepTrace.points``."""
 
     key: ModuleKey
-    forward_ms: float
+    forward_ms: float  # from its begin to the last of ``frees``: it need not run further
     begin: int
     end: int  # its forward is over
     frees: list[Key]  # saved storages that nobody keeps when this module is recomputed
@@ -152,7 +154,7 @@ class StepTrace:
     def base_bytes(self, index: int) -> int:
         """What interval ``index`` needs besides the saved tensors that are resident through it."""
         point = self.points[index]
-        return max(0, point.peak_bytes - point.resident_bytes)
+        return max(0, point.peak_bytes - point.recompute_bytes - point.resident_bytes)
 
     def measured_ms(self) -> list[float]:
         """When each point was really reached: its time, and all waits before it."""

@@ -52,8 +52,9 @@ def _first(seen: StepTrace, policy: Policy, budgets: Sequence[int], host: int | 
     reason = ""
     for budget in budgets:
         try:
-            plan = move_all(seen, policy, budget) if policy.moves_all else solve(seen, budget, host_budget_bytes=host)
-            return plan, ""
+            if policy.moves_all:
+                return move_all(seen, policy, budget), ""
+            return solve(seen, budget, policy.verbs, host), ""
         except Infeasible as error:
             reason = str(error)
     return None, reason

@@ -1,10 +1,11 @@
 """Policy: the settings of SmartSwap as the search uses them. Pure; imports no torch. Bytes, bytes per millisecond."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.smart_swap.knobs import AUTO, KNOBS, SwapPolicyPref
 from mindspeed_swap.units import MIB, format_bytes
@@ -33,6 +34,20 @@ class Policy:
     tensor_size_filter: int = 0
     d2h_bytes_per_ms: float | None = None
     h2d_bytes_per_ms: float | None = None
+    recomputes: bool = False  # adaptive memory optimization: recompute is a choice too
+
+    @property
+    def feature(self) -> str:
+        """For messages."""
+        return "adaptive memory" if self.recomputes else "smart-swap"
+
+    @property
+    def flag(self) -> str:
+        return "--adaptive-memory-optimization" if self.recomputes else "--smart-swap"
+
+    @property
+    def verbs(self) -> Collection[str]:
+        return ALL_VERBS if self.recomputes else KEEP_SWAP
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Policy:
@@ -92,6 +107,8 @@ class Policy:
             goal = f"what a step needs above {format_bytes(self.target_memory)}"
         elif self.reduction_memory:
             goal = f"{format_bytes(self.reduction_memory)}, more if the device lacks more"
+        if self.recomputes:
+            return f"recomputes, or moves to host memory, {goal}, whichever costs least"
         bucket = "" if self.bucket_bytes is None else f", at most {format_bytes(self.bucket_bytes)} per SwapStage"
         stages = f"v2, SwapStages of {self.layers_per_stage} layers{bucket}" if self.policy_v2 else "v1"
         return f"moves {goal} to host memory ({stages})"

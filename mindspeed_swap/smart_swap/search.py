@@ -190,7 +190,7 @@ class SmartSwap:
         if facts.unready:
             return False
         self._afresh, self._extra_bytes, self._excess = False, 0, facts.over
-        self.floor = floor(trace)
+        self.floor = floor(trace, self.policy.verbs)
         candidates = [record.nbytes for record in trace.saved if is_candidate(record)]
         self.warm_up = WarmUp(
             self.steps, trace.evicted_bytes, trace.stall_ms, len(trace.saved), len(candidates), sum(candidates),
@@ -198,8 +198,8 @@ class SmartSwap:
         )  # fmt: skip
         self._replan(trace, facts)
         assert self.plan is not None
-        if self.plan.swaps:
-            self._enter(Phase.SEARCH, f"swap {format_bytes(self.plan.swap_bytes)} in {len(self.plan.swaps)} tensors")
+        if self.plan.text:
+            self._enter(Phase.SEARCH, self.plan.text)
         elif facts.over <= 0:
             self._enter(Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}")
         else:
@@ -225,12 +225,12 @@ class SmartSwap:
             raise NoPlan(planned.text)
         if planned.text and planned.text != self._told:
             self._told = planned.text
-            self.tell(f"smart-swap: {planned.text}")
+            self.tell(f"{self.policy.feature}: {planned.text}")
         self.plan = planned.plan
 
     def _enter(self, phase: Phase, why: str) -> None:
         self.tell(
-            f"smart-swap: {self.phase.value} -> {phase.value} at step {self.steps}, "
+            f"{self.policy.feature}: {self.phase.value} -> {phase.value} at step {self.steps}, "
             f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
         )
         self.phase = phase
@@ -253,7 +253,7 @@ class SmartSwap:
         self._enter(
             Phase.STABLE,
             f"best of {len(self.tries)} tries: {best.step_ms:.0f} ms, peak {format_bytes(best.peak_bytes)}, "
-            f"swap {format_bytes(best.plan.swap_bytes)} in {len(best.plan.swaps)} tensors"
+            + best.plan.text
             + (f", {best.trouble} evictions and loads on demand" if best.trouble else "")
             + (f", {format_bytes(best.over_bytes)} ABOVE the target" if best.over_bytes else ""),
         )
@@ -273,7 +273,7 @@ class SmartSwap:
     def _next_try(self, trace: StepTrace, facts: _Facts) -> bool:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
-        tried = [each.plan.swaps for each in self.tries]
+        tried = [each.plan.decisions for each in self.tries]
         for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room
@@ -285,7 +285,7 @@ class SmartSwap:
                 self._replan(trace, facts)
             except NoPlan:
                 return False
-            if self.plan is not None and self.plan.swaps not in tried:
+            if self.plan is not None and self.plan.decisions not in tried:
                 return True
             if not facts.trouble:
                 return False

@@ -68,7 +68,7 @@ class Shapes:
                 self._searches[shape], self._shape = self.current, shape
                 self.current.name = _name(shape)
                 if self._saved:
-                    tell(f"smart-swap: the plan file has none for {_text(shape)}: searched for")
+                    self._tell(f"the plan file has none for {_text(shape)}: searched for")
                 return False
         self._choose(shape)
         return True
@@ -81,15 +81,18 @@ class Shapes:
         self._shape, self.current = shape, search
         return search
 
+    def _tell(self, text: str) -> None:
+        tell(f"{self._policy.feature}: {text}")
+
     def _new(self, shape: Shape) -> SmartSwap:
         plan = self._saved.get(shape)
         if plan is None:
             if self._searches and shape[1] == self._shape[1]:
-                tell(f"smart-swap: {shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
+                self._tell(f"{shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
             elif self._searches:
-                tell(f"smart-swap: {_text(shape)} from step {self.current.steps + 1} on: planned anew")
+                self._tell(f"{_text(shape)} from step {self.current.steps + 1} on: planned anew")
             return SmartSwap(self._capacity, self._policy, self.peers, _name(shape))
-        tell(f"smart-swap: plan of the file: {format_bytes(plan.swap_bytes)} in {len(plan.swaps)} tensors, no search")
+        self._tell(f"plan of the file: {plan.text}, no search")
         return SmartSwap.from_plan(
             plan, capacity_bytes=self._capacity, policy=self._policy, peers=self.peers, name=_name(shape)
         )

@@ -44,7 +44,7 @@ def test_every_event_of_a_step_under_plan_pressure_and_death(sim):
     del loss
     assert_nothing_left(manager)
     ledger.check()
-    kept, leaving, host, returning, dead = State
+    kept, leaving, host, returning, dead = State.DEVICE, State.LEAVING, State.HOST, State.RETURNING, State.DEAD
     way = {(None, kept), (kept, leaving), (leaving, host), (host, returning), (returning, kept), (kept, dead)}
     assert set(ledger.events) >= way | {(host, dead)}
 

@@ -1,0 +1,322 @@
+"""Module calls that are recomputed: what they free, when they run again, and that nothing of the result changes."""
+from __future__ import annotations
+
+import pytest
+import torch
+from swapping import Outcome, assert_nothing_left, assert_same, new_manager, run_step
+
+from mindspeed_swap.core.again import RandomState
+from mindspeed_swap.core.plan import Plan, Recompute, Swap
+from mindspeed_swap.core.recompute import modules_of
+from mindspeed_swap.core.simulate import simulate
+from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
+from mindspeed_swap.core.trace import ModuleKey, StepTrace
+
+WIDTH, TOKENS, LAYERS = 32, 1024, 4
+
+
+class Blocks:
+    """Layers of norm and mlp with a residual; ``drop`` is dropout, ``calls`` counts forwards of the mlp."""
+
+    def __init__(self, layers: int = LAYERS, drop: float = 0.0) -> None:
+        random = torch.Generator().manual_seed(0)
+
+        def parameter(*shape):
+            return torch.nn.Parameter(torch.randn(*shape, generator=random) / 5)
+
+        self.weights = [(parameter(WIDTH, 4 * WIDTH), parameter(4 * WIDTH, WIDTH)) for _ in range(layers)]
+        self.inputs = torch.randn(TOKENS, WIDTH, generator=random)
+        self.drop, self.calls, self.products = drop, 0, 0
+        self.manager = None
+
+    @property
+    def leaves(self):
+        return [weight for pair in self.weights for weight in pair]
+
+    def call(self, name, function, *args, **kwargs):
+        if self.manager is None:
+            return function(*args, **kwargs)
+        return self.manager.call(name, function, args, kwargs, keeps_outputs=name == "layer")
+
+    def norm(self, hidden):
+        return torch.nn.functional.layer_norm(hidden, (WIDTH,))
+
+    def mlp(self, hidden, *, up, down):
+        self.calls += 1
+        hidden = self.call("mlp.act", torch.nn.functional.gelu, hidden @ up)
+        hidden = torch.nn.functional.dropout(hidden, self.drop)
+        self.products += 1
+        return hidden @ down
+
+    def block(self, hidden, up, down):
+        normed = self.call("norm", self.norm, hidden)
+        return hidden + self.call("mlp", self.mlp, normed, up=up, down=down)
+
+    def __call__(self, layer):
+        torch.manual_seed(7)
+        hidden = self.inputs
+        for number, (up, down) in enumerate(self.weights, 1):
+            with layer(number):
+                hidden = self.call("layer", self.block, hidden, up, down)
+        return hidden.square().mean()
+
+    def step(self, manager, plan: Plan | None = None, record: bool = False) -> Outcome:
+        self.manager, self.calls, self.products = manager, 0, 0
+        return run_step(self, self.leaves, manager, plan, record=record)
+
+
+def plan_of(trace: StepTrace, *names: str, layers=range(1, LAYERS + 1)) -> Plan:
+    chosen = [m for m in modules_of(trace) if m.record.key.name in names and m.record.key.layer in layers]
+    assert chosen
+    return Plan(trace.model, 0, (), tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in chosen))
+
+
+def test_calls_are_recorded(sim):
+    model, manager = Blocks(2), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    found = {module.key: module for module in trace.modules}
+    # The norm frees its own saves and what the product saves of its output; the act what the second product saves.
+    assert {key.name for key in found} == {"layer", "norm", "mlp", "mlp.act"}
+    hidden, wide, rows = TOKENS * WIDTH * 4, TOKENS * WIDTH * 4 * 4, TOKENS * 4
+    sizes = {record.key: record.nbytes for record in trace.saved}
+
+    def freed(name: str) -> list[int]:
+        return sorted(sizes[key] for key in found[ModuleKey(0, 0, 2, name)].frees)
+
+    def kept(name: str) -> list[int]:
+        return sorted(sizes[key] for key in found[ModuleKey(0, 0, 2, name)].keeps)
+
+    assert freed("norm") == [rows, rows, hidden] and kept("norm") == [hidden]
+    assert freed("mlp") == [wide, wide] and kept("mlp") == [hidden]
+    assert freed("mlp.act") == [wide] and kept("mlp.act") == [wide]
+    assert freed("layer") == [rows, rows, hidden, wide, wide] and kept("layer") == [hidden]
+    round_trip = StepTrace.from_json(trace.to_json())
+    assert round_trip.modules == trace.modules
+
+
+@pytest.mark.parametrize("names", [("layer",), ("mlp",), ("norm",), ("mlp.act",), ("norm", "mlp.act"), ("norm", "mlp")])
+@pytest.mark.parametrize("drop", [0.0, 0.3])
+def test_equal_and_smaller(sim, names, drop):
+    model, manager = Blocks(drop=drop), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    if drop and "mlp.act" in names:
+        names = tuple(name for name in names if name != "mlp.act") or ("mlp",)  # nobody saves what the dropout gets
+    plan = plan_of(trace, *names)
+    for record in (False, True, False):
+        outcome = model.step(manager, plan, record=record)
+        assert_same(outcome, plain)
+        assert outcome.stats.recomputed_calls == len(plan.recomputes)
+    if record_peak := {"layer": 0.6, "mlp": 0.75}.get(names[0]):
+        assert outcome.peak_bytes < record_peak * plain.peak_bytes
+    assert outcome.peak_bytes < plain.peak_bytes
+    assert_nothing_left(manager)
+
+
+def test_predicted_peak_is_measured(sim):
+    model, manager = Blocks(8), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    trace.has_optimizer_state = True
+    for names in (("mlp",), ("layer",), ("norm", "mlp.act")):
+        plan = plan_of(trace, *names, layers=range(1, 9))
+        again = model.step(manager, plan, record=True).trace
+        predicted, measured = simulate(trace, plan), max(point.peak_bytes for point in again.points)
+        assert 0.99 * measured <= predicted.peak <= 1.04 * measured  # that it stops early is not counted on
+        # The trace of that step tells the same of a step without recompute as the first one.
+        assert {m.record.key: m.freed_bytes for m in modules_of(again)} == {
+            m.record.key: m.freed_bytes for m in modules_of(trace)
+        }
+        assert 0.99 * measured <= simulate(again, plan).peak <= 1.04 * measured
+
+
+def test_stops_when_all_is_there(sim):
+    """The product behind what was saved last is not computed again: not run, and its time not counted."""
+
+    class Linear(torch.autograd.Function):
+        """As Megatron's: a Function that is stopped while it saves would leak."""
+
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            model.products += 1
+            ctx.save_for_backward(hidden, weight)
+            return hidden @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            hidden, weight = ctx.saved_tensors
+            return grad @ weight.t(), hidden.t() @ grad
+
+    class Linears(Blocks):
+        def mlp(self, hidden, *, up, down):
+            hidden = torch.nn.functional.gelu(self.call("mlp.fc1", Linear.apply, hidden, up))
+            return self.call("mlp.fc2", Linear.apply, hidden, down)
+
+    model, manager = Linears(), new_manager(sim)
+    plain = model.step(None)
+    for name in ("mlp", "layer"):
+        trace = model.step(manager, record=True).trace
+        plan = plan_of(trace, name)
+        assert_same(model.step(manager, plan), plain)
+        assert model.products == 2 * LAYERS + LAYERS
+        found = {module.key: module for module in trace.modules}
+        stops = found[ModuleKey(0, 0, 2, name)].begin, trace.points[found[ModuleKey(0, 0, 2, "mlp.fc1")].end]
+        spent = found[ModuleKey(0, 0, 2, name)].forward_ms
+        begins = trace.points[stops[0]].time_ms
+        assert stops[1].time_ms <= begins + spent < trace.points[found[ModuleKey(0, 0, 2, name)].end].time_ms
+        assert_nothing_left(manager)
+
+
+def test_all_verbs_within_a_budget(sim):
+    model, manager = Blocks(12), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = 2e5  # so that recompute is worth it
+    least = floor(trace, ALL_VERBS).reachable_bytes
+    peak = max(point.peak_bytes for point in trace.points)
+    for share in (0.8, 0.5, 0.2, 0.02):
+        plan = solve(trace, int(least + share * (peak - least)), ALL_VERBS)
+        outcome = model.step(manager, plan, record=True)
+        assert_same(outcome, plain)
+        assert outcome.trace is not None
+        assert max(point.peak_bytes for point in outcome.trace.points) <= plan.budget_bytes * 1.01
+        assert outcome.stats.on_demand_loads == 0
+    assert plan.recomputes
+    assert_nothing_left(manager)
+
+
+def test_inputs_of_recomputed_layers_are_swapped(sim):
+    """Full recompute and the swap of what it keeps add up."""
+    model, manager = Blocks(12), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    again = plan_of(trace, "layer", layers=range(1, 13))
+    kept = {key for module in trace.modules if module.key.name == "layer" for key in module.keeps}
+    records = [record for record in trace.saved if record.key in kept and record.movable]
+    swaps = []
+    for record in records:
+        run = min(m.run for m in modules_of(trace) if record.key in m.record.keeps and m.record.key.name == "layer")
+        release = max(record.sole, record.last_use) + 1
+        if release < run - 2:
+            position = trace.points[run - 1].position
+            swaps.append(Swap(record.key, record.nbytes, trace.points[release].position, position))
+    plan = Plan(trace.model, 0, tuple(swaps), again.recomputes)
+    outcome = model.step(manager, plan)
+    assert_same(outcome, plain)
+    assert outcome.stats.offloaded_bytes == plan.swap_bytes > 8 * TOKENS * WIDTH * 4
+    assert outcome.peak_bytes < model.step(manager, again).peak_bytes
+    assert_nothing_left(manager)
+
+
+def test_random_state_is_put_back(sim):
+    """After a recompute the generator goes on where it was."""
+    model, manager = Blocks(drop=0.5), new_manager(sim)
+    model.step(None)
+    expected = torch.rand(4)
+    plan = plan_of(model.step(manager, record=True).trace, "layer")
+    model.step(manager, plan)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_generators_of_a_framework(sim):
+    class Counted(RandomState):
+        gets = 0
+
+        def get(self):
+            Counted.gets += 1
+            return super().get()
+
+    model, manager = Blocks(), new_manager(sim)
+    manager.random = Counted()
+    plan = plan_of(model.step(manager, record=True).trace, "mlp")
+    model.step(manager, plan)
+    assert Counted.gets == 2 * LAYERS  # at its forward, and what there is when it runs again
+
+
+def test_a_forward_that_stops_leaves_no_attributes(sim):
+    class Keeping(torch.nn.Module):
+        held = "before"
+
+        def forward(self, hidden, up, down):
+            self.held = self.new = hidden * 2.0
+            hidden = hidden + model.call("mlp", model.mlp, hidden, up=up, down=down)
+            hidden = model.call("end", torch.add, hidden, 1.0)
+            self.held = "after"
+            del self.new
+            return hidden
+
+    model, manager, module = Blocks(1), new_manager(sim), Keeping()
+    model.block = lambda *args: model.call("module", Keeping.forward, module, *args)
+    plain = model.step(None)
+    plan = plan_of(model.step(manager, record=True).trace, "module")
+    assert_same(model.step(manager, plan), plain)
+    assert module.held == "after" and not hasattr(module, "new")
+
+
+def test_forward_that_is_not_the_same_again(sim):
+    model, manager = Blocks(), new_manager(sim)
+    plan = plan_of(model.step(manager, record=True).trace, "mlp")
+
+    def mlp(hidden, *, up, down):
+        return Blocks.mlp(model, hidden, up=up, down=down) if model.calls < LAYERS else hidden @ up @ down
+
+    model.mlp = mlp
+    with pytest.raises(RuntimeError, match=r"recompute of mlp \(layer 4, microbatch 0\): its forward did other things"):
+        model.step(manager, plan)
+
+
+def test_changed_in_place_is_refused_as_without(sim):
+    class Changing(Blocks):
+        def block(self, hidden, up, down):
+            normed = self.call("norm", self.norm, hidden)
+            after = hidden + self.call("mlp", self.mlp, normed, up=up, down=down)
+            normed.add_(1.0)  # the product has saved it
+            return after
+
+    model, manager = Changing(), new_manager(sim)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.step(None)
+    plan = plan_of(Blocks().step(new_manager(sim), record=True).trace, "norm")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.step(manager, plan)
+
+
+def test_call_that_changes_its_input_is_no_candidate(sim):
+    class Changing(Blocks):
+        def norm(self, hidden):
+            return super().norm(hidden)
+
+        def mlp(self, hidden, *, up, down):
+            return super().mlp(hidden.mul_(2.0), up=up, down=down)
+
+    trace = Changing(2).step(new_manager(sim), record=True).trace
+    assert "mlp" not in {module.key.name for module in trace.modules}
+    assert "layer" in {module.key.name for module in trace.modules}
+
+
+def test_retained_graph_and_no_backward(sim):
+    model, manager = Blocks(), new_manager(sim)
+    plan = plan_of(model.step(manager, record=True).trace, "layer")
+    plain = Blocks()
+    expected = plain(_nothing)
+    grads = [torch.autograd.grad(expected, plain.leaves, retain_graph=True) for _ in range(2)]
+    model.manager = manager
+    manager.begin_step(plan)
+    with manager.forward(0):
+        loss = model(manager.layer)
+    for each in grads:
+        found = torch.autograd.grad(loss, model.leaves, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, each, strict=True))
+    del loss
+    manager.end_step()
+    manager.begin_step(plan)
+    with manager.forward(0):
+        loss = model(manager.layer)
+    del loss
+    manager.end_step()
+    assert_nothing_left(manager)
+
+
+def _nothing(number):
+    from contextlib import nullcontext
+
+    return nullcontext()
