@@ -56,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
     what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")
     what_if.set_defaults(run=_what_if)
+    hooks = commands.add_parser("build-hooks", help="libsmart_swap.so for custom C++ operators (NPUSwapManager.h)")
+    hooks.set_defaults(run=_build_hooks)
     return parser
 
 
@@ -69,6 +71,18 @@ def _what_if(args: argparse.Namespace) -> int:
     from mindspeed_swap.report.what_if import what_if
 
     return what_if(args.path, args.budgets, args.host_memory, args.picture)
+
+
+def _build_hooks(args: argparse.Namespace) -> int:
+    from mindspeed_swap.hooks import build_hooks, include_paths
+    from mindspeed_swap.npu_versions import import_torch
+
+    import_torch()
+    library = build_hooks()
+    print(f"built {library}\ncompile operators with  -I{include_paths()[0]}")
+    print(f"link them with          -L{library.parent} -lsmart_swap")
+    print(f"and train with          LD_LIBRARY_PATH={library.parent}:$LD_LIBRARY_PATH")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

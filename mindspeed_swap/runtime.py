@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_swap import hooks
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
@@ -61,6 +62,7 @@ class Runtime:
 
     def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
+        hooks.connect(self.manager)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
@@ -218,6 +220,7 @@ class Runtime:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
         if self.smart_swap:
+            hooks.disconnect()
             self._guard.close()
             self.manager.close()
         self.pool.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
 from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
@@ -235,6 +235,11 @@ class SwapManager:
             unchanged = all(tensor._version == version for tensor, version in versions)
             recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
         return result
+
+    def operator_ran(self, name: str, before: Event, after: Event) -> None:
+        """A custom operator, between two events of the compute stream."""
+        if (recorder := self._mover.recorder) is not None:
+            recorder.operator(name, before, after)
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
