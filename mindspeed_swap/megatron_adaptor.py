@@ -41,10 +41,11 @@ def install() -> None:
             "checkout on PYTHONPATH"
         )
     check_version()
-    from mindspeed_swap.patches import arguments
+    from mindspeed_swap.patches import arguments, mindspeed_features
 
     _parser.remove()
     _parser.install(arguments.PATCHES)
+    mindspeed_features.take_over(arguments.add_arguments, arguments.activate)
 
 
 def activate(options: Options) -> None:

@@ -57,7 +57,8 @@ def check_npu(asked_by: str = "mindspeed_swap") -> Any:
     if module.npu.get_allocator_backend() != "native":
         raise SettingError(
             f"{asked_by} cannot be used with a pluggable NPU allocator (MindSpeed's --memory-fragmentation and its own "
-            "--smart-swap install one): it needs torch_npu's native caching allocator. Remove one of the two"
+            "--smart-swap install one, unless import mindspeed_swap.megatron_adaptor comes before import "
+            "mindspeed.megatron_adaptor): it needs torch_npu's native caching allocator"
         )
     if os.environ.get("PYTORCH_NO_NPU_MEMORY_CACHING"):
         raise SettingError(
