@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     what_if.set_defaults(run=_what_if)
     hooks = commands.add_parser("build-hooks", help="libsmart_swap.so for custom C++ operators (NPUSwapManager.h)")
     hooks.set_defaults(run=_build_hooks)
+    test = commands.add_parser("selftest", help="what training relies on, tried on a device; PASS or the first failure")
+    test.add_argument("--device", required=True, choices=("npu", "cuda", "sim"))
+    test.set_defaults(run=_selftest)
     return parser
 
 
@@ -83,6 +86,19 @@ def _build_hooks(args: argparse.Namespace) -> int:
     print(f"link them with          -L{library.parent} -lsmart_swap")
     print(f"and train with          LD_LIBRARY_PATH={library.parent}:$LD_LIBRARY_PATH")
     return 0
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    print(f"{versions()}\n")
+    if args.device == "npu":
+        # Where torch_npu cannot be loaded, torch cannot either if it is to load it; asked for below, it says why.
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    from mindspeed_swap.npu_versions import import_torch
+
+    import_torch()
+    from mindspeed_swap.selftest import selftest
+
+    return selftest(args.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -68,6 +68,16 @@ def test_the_lane(lane_python, fake_runtime, task_queue, tests):
     print(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.parametrize("autoload", ["0", "1"])
+def test_torch_npu_without_cann_is_one_clear_message(lane_python, autoload):
+    """Where torch loads torch_npu by itself, ``import torch`` fails first; then the command says it all the same."""
+    arguments = ("-m", "mindspeed_swap", "selftest", "--device", "npu")
+    done = run(lane_python, None, *arguments, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    for part in ("torch_npu cannot be loaded", "libhccl.so", "CANN 8.1.RC1", "torch_npu 2.13.0", "no CANN"):
+        assert part in done.stderr, done.stderr
+
+
 def test_an_adaptor_without_cann_is_one_clear_message(lane_python):
     done = run(lane_python, None, "-c", "import mindspeed_swap.megatron_adaptor")
     last = done.stderr.strip().splitlines()[-1]
