@@ -1,1 +1,3 @@
 """Fine-grained swap: the user's own list of layers and operators, from a YAML file (``--swap-config``)."""
+
+__all__: list[str] = []  # the flag is all there is for users

@@ -2,3 +2,5 @@
 
 ``amount`` (the flag) needs no torch and is imported with the argument parser; nothing else is.
 """
+
+__all__: list[str] = []  # what users may import is in swap_tensor

@@ -15,6 +15,8 @@ import torch
 from mindspeed_swap.core.accelerator import Accelerator, get_accelerator
 from mindspeed_swap.core.accelerator.base import INTEGERS
 
+__all__ = ["is_swap_tensor", "mark_swap_tensor", "swap_tensor_copy_wrapper", "swap_tensor_func_wrapper", "to_host"]
+
 # torch keeps one Python object per storage as long as the storage lives, so the mark is seen from every view of it.
 _MARK = "_mindspeed_swap_host_backed"
 _FUNCTIONS = ("detach", "cpu", "npu", "cuda", "clone")

@@ -1,0 +1,563 @@
+"""What of the documentation is made from the sources and from measured files.
+
+  scripts/docs.py            # write it again
+  scripts/docs.py --check    # exit code 1 if something is not up to date
+  scripts/docs.py --measure  # train on the simulated device first: docs/measured, docs/pictures; some minutes
+
+In a Markdown file, what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is the result of BLOCKS[NAME].
+Whole files are in FILES. Figures in the text come from docs/measured/simulated.json, never from a keyboard.
+"""
+from __future__ import annotations
+
+import argparse
+import ast
+import enum
+import functools
+import gzip
+import importlib.util
+import inspect
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, MEASURED, PICTURES = ROOT / "docs", ROOT / "docs" / "measured", ROOT / "docs" / "pictures"
+FIGURES = MEASURED / "simulated.json"
+_BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+# The model of the measured runs: 8 layers; everything else as scripts/pretrain_gpt_sim.sh has it.
+SHAPE = {"LAYERS": "8"}
+_OURS = ("--smart-swap", "--adaptive", "--virtual-optimizer")
+STEPS, TIMED_STEPS = 12, 4  # enough for the search; all runs equal, so that their bits can be compared
+
+
+# ---- measure: every figure that the text shows
+def _train(folder: Path, *flags: str, steps: int = STEPS, cap: int | None = None, script: str = "pretrain_gpt_sim.sh",
+           arguments: Sequence[str] = (), **settings: str) -> dict[str, Any]:  # fmt: skip
+    """One run in a process of its own: exit code, last line, and what it wrote."""
+    folder.mkdir(parents=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP_")}
+    environment = kept | SHAPE | {"ITERS": str(steps), "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"} | settings
+    if cap is not None:
+        environment["MINDSPEED_SWAP_DEVICE_CAPACITY"] = str(cap)
+    report = ["--swap-report-dir", str(folder)] if arguments or any(flag.startswith(_OURS) for flag in flags) else []
+    command = ["bash", str(ROOT / "scripts" / script), *arguments, *flags, *report]
+    done = subprocess.run(
+        [*command, "--measure-file", str(folder / "measure.json")], env=environment, cwd=folder,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    print(f"{folder.name}: exit code {done.returncode}", flush=True)
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    result: dict[str, Any] = {"flags": " ".join(flags), "cap": cap, "code": done.returncode}
+    if done.returncode:
+        return result | {"last_line": lines[-1]}
+    measure = json.loads((folder / "measure.json").read_text())
+    steps_measured = measure["steps"]
+    result |= {
+        "peak_bytes": measure["peak_bytes"], "held_bytes": steps_measured[-1]["held_bytes"],
+        "static_bytes": steps_measured[-1]["static_bytes"], "loss": steps_measured[-1]["loss"],
+        "step_seconds": median(step["seconds"] for step in steps_measured[-TIMED_STEPS:]), "sha256": measure["sha256"],
+        "steps": len(steps_measured),
+    }  # fmt: skip
+    log = folder / "output/msrun/worker_0.log"
+    if log.is_file():
+        result["set_lines"] = log.read_text().strip()
+    summary = folder / "rank0" / "summary.json"
+    return result | ({"summary": json.loads(summary.read_text())} if summary.is_file() else {})
+
+
+def _one_activation(folder: Path, *flags: str) -> dict[str, Any]:
+    """The compulsory experiment: its output, its exit code, and the profiler's trace."""
+    folder.mkdir(parents=True)
+    script = str(ROOT / "scripts/swap_one_activation.py")
+    done = subprocess.run(
+        [sys.executable, script, "--layer", "2", "--out", ".", *flags],
+        env={**os.environ, "MINDSPEED_SWAP_DEVICE": "sim", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        cwd=folder, stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    print(f"{folder.name}: exit code {done.returncode}", flush=True)
+    return {"code": done.returncode, "output": done.stdout.strip()}
+
+
+def measure() -> None:
+    from mindspeed_swap.report.command import make_report
+
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        full = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+        plain = _train(out / "plain")
+        probe = _train(out / "probe", "--smart-swap", steps=4)
+        cap = (probe["summary"]["floor_bytes"] + plain["peak_bytes"]) // 2
+        runs = {
+            "plain": plain,
+            "capped": _train(out / "capped", cap=cap),
+            "smart-swap": _train(out / "smart-swap", "--smart-swap", cap=cap),
+            "adaptive": _train(out / "adaptive", "--adaptive-memory-optimization", cap=cap),
+            "recompute": _train(out / "recompute", *full),
+            "virtual-optimizer": _train(out / "virtual", "--virtual-optimizer", "all"),
+            "swap-config": _train(
+                out / "listed", script="pretrain_llama2_swap_config.sh",
+                arguments=[str(ROOT / "configs/swap_config/case1_default.yaml")], LAYERS="4",
+            ),
+        }  # fmt: skip
+        activation = {
+            "own streams": _one_activation(out / "own"),
+            "same stream": _one_activation(out / "same", "--same-stream"),
+            "late prefetch": _one_activation(out / "late", "--late-prefetch"),
+        }
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        MEASURED.mkdir(parents=True, exist_ok=True)
+        make_report(str(out / "smart-swap"), None, None)
+        for picture in ("memory", "lanes", "layers"):
+            _shrink(out / "smart-swap" / f"report_rank0_{picture}.png", PICTURES / f"{picture}.png")
+        _pack(out / "smart-swap" / "rank0" / "trace.json", MEASURED / "smart_swap_trace.json.gz")
+        _pack(out / "own" / "profiler.json", MEASURED / "one_activation_profiler.json.gz", str(out))
+        versions = {"python": platform.python_version()}
+        versions |= {name: metadata.version(name) for name in ("torch", "megatron-core")}
+        figures = {
+            "versions": versions, "shape": SHAPE, "floor_bytes": probe["summary"]["floor_bytes"], "cap_bytes": cap,
+            "runs": {name: _without_paths(run) for name, run in runs.items()}, "one_activation": activation,
+        }  # fmt: skip
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _without_paths(run: dict[str, Any]) -> dict[str, Any]:
+    """Only what is shown or may be asked for: not thousands of lines of tensors."""
+    summary = run.get("summary")
+    if summary and summary.get("step"):
+        summary["step"] = {name: value for name, value in summary["step"].items() if name not in ("tensors", "layers")}
+    return run
+
+
+def _shrink(source: Path, target: Path) -> None:
+    """Few colors: a quarter of the size."""
+    from PIL import Image
+
+    with Image.open(source) as image:
+        small = image.convert("RGB").resize((1200, round(image.height * 1200 / image.width)), Image.Resampling.LANCZOS)
+        small.quantize(128).save(target, optimize=True)
+
+
+def _pack(source: Path, target: Path, private: str = "") -> None:
+    """``private``: a folder of this machine that must not be in it."""
+    text = source.read_text()
+    for folder in filter(None, (private, str(ROOT), sys.prefix, os.path.expanduser("~"))):
+        text = text.replace(folder, "...")
+    with target.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+        packed.write(text.encode())
+
+
+# ---- every error text of the product, from its sources
+_RAISED = ("SettingError", "NoPlan", "Infeasible", "unusable")
+
+
+def error_texts() -> list[str]:
+    """One template per text that a user can get as an error; what is filled in is ``…``. Sorted, no duplicates.
+
+    Of ``document.error(key, text)`` the text counts: file, line and key stand before it. Reasons of COMPAT are not in
+    it: compatibility.md has them.
+    """
+    found = set()
+    for folder in ("mindspeed_swap", "patches"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.is_relative_to(ROOT / "mindspeed_swap" / "patches"):
+                continue  # a link in a checkout
+            found.update(_texts_of(path))
+    return sorted(text for text in found if re.search(r"[A-Za-z]{3}", text))
+
+
+def _texts_of(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants: dict[str, str] = {}
+    # Constants of other modules, by the imports of this one.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mindspeed_swap"):
+            texts = {alias.asname or alias.name: _imported(node.module, alias.name) for alias in node.names}
+            constants |= {name: text for name, text in texts.items() if text}
+    own: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            text = _template(node.value, constants) if isinstance(node.value, (ast.Constant, ast.JoinedStr)) else "…"
+            own.setdefault(node.targets[0].id, set()).add(text)
+    constants |= {name: texts.pop() for name, texts in own.items() if len(texts) == 1}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if name in _RAISED:
+            text = node.args[-1] if name == "Infeasible" else node.args[0]
+        elif name == "append" and path.name == "arguments.py":
+            text = node.args[0]  # of what was found to be wrong, which is raised together
+        elif name in ("error", "_error") and len(node.args) == 2:
+            text = node.args[1]
+        else:
+            continue
+        yield " ".join(_template(text, constants).split()).strip(" :;")
+
+
+@functools.cache
+def _imported(module: str | None, name: str) -> str:
+    """A text constant of one of our modules, or "". Read, not imported."""
+    assert module
+    parts = module.split(".")[1:]
+    base = ROOT / "patches" if parts[:1] == ["patches"] else ROOT / "mindspeed_swap"
+    file = base.joinpath(*(parts[1:] if parts[:1] == ["patches"] else parts)).with_suffix(".py")
+    if not file.is_file():
+        file = base.joinpath(*(parts[1:] if parts[:1] == ["patches"] else parts)) / "__init__.py"
+    if not file.is_file():
+        return ""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+            value = node.value
+            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+    return ""
+
+
+def _template(node: ast.AST, constants: dict[str, str]) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        text = "".join(_template(part, constants) for part in node.values)
+        return re.sub(r"…(\s*…)+", "…", text)
+    if isinstance(node, ast.FormattedValue):
+        return constants.get(node.value.id, "…") if isinstance(node.value, ast.Name) else "…"
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, "…")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _template(node.left, constants)  # what is added is a hint that is not always there
+    return "…"
+
+
+# ---- blocks
+def _figures() -> dict[str, Any]:
+    return dict(json.loads(FIGURES.read_text()))
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+_ROWS = {
+    "plain": ("no flag", "不加参数"),
+    "capped": ("no flag, capped", "不加参数，限制显存"),
+    "smart-swap": ("`--smart-swap`, capped", "`--smart-swap`，限制显存"),
+    "adaptive": ("`--adaptive-memory-optimization`, capped", "`--adaptive-memory-optimization`，限制显存"),
+    "recompute": ("Megatron's full recompute", "Megatron 全重计算"),
+    "virtual-optimizer": ("`--virtual-optimizer all`", "`--virtual-optimizer all`"),
+}
+_HEAD = (
+    ("run", "cap", "peak of a step", "static", "held at end of forward", "same bits", "result"),
+    ("运行", "上限", "步内峰值", "静态", "前向结束时持有", "逐比特相同", "结果"),
+)
+_WORDS = (
+    {True: "yes", False: "NO", "trained": "trains", "none": "none"},
+    {True: "是", False: "否", "trained": "训练完成", "none": "无"},
+)
+
+
+def results(language: int = 0) -> str:
+    figures = _figures()
+    words, runs = _WORDS[language], figures["runs"]
+    lines = ["| " + " | ".join(_HEAD[language]) + " |", "|---" * len(_HEAD[language]) + "|"]
+    for name, titles in _ROWS.items():
+        run = runs[name]
+        cap = _mib(run["cap"]) if run["cap"] else words["none"]
+        if run["code"]:
+            cells = [titles[language], cap, "-", "-", "-", "-", f"`{run['last_line'].partition(';')[0]}`"]
+        else:
+            same = _same_bits(run, runs)
+            cells = [titles[language], cap, _mib(run["peak_bytes"]), _mib(run["static_bytes"]),
+                     _mib(run["held_bytes"]), words[same] if same is not None else "-", words["trained"]]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _same_bits(run: dict[str, Any], runs: dict[str, Any]) -> bool | None:
+    """As the plain run; None for that itself."""
+    return None if run is runs["plain"] else run["sha256"] == runs["plain"]["sha256"]
+
+
+def predictions(language: int = 0) -> str:
+    head = (
+        ("run", "tries", "predicted peak", "measured", "difference", "moved a step", "late", "on demand", "evicted"),
+        ("运行", "尝试次数", "预测峰值", "实测峰值", "差", "每步搬移", "来迟", "按需加载", "驱逐"),
+    )[language]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name in ("smart-swap", "adaptive"):
+        summary = _figures()["runs"][name]["summary"]
+        step, stable = summary["step"], summary["stable"]
+        peaks = [phase["peak_allocated_bytes"] for phase in step["phases"].values()]
+        predicted_peak, measured = (max(peak[which] for peak in peaks) for which in ("predicted", "measured"))
+        cells = [_ROWS[name][language], len(summary["tries"]), _mib(predicted_peak), _mib(measured),
+                 f"{measured / predicted_peak - 1:+.2%}", _mib(summary["plan"]["swap_bytes"]),
+                 stable["late_loads"], stable["on_demand_loads"], stable["evictions"]]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def versions(language: int = 0) -> str:
+    found = _figures()["versions"]
+    text = ("Simulated device, Python {python}, torch {torch}, megatron-core {megatron-core}",
+            "模拟设备，Python {python}，torch {torch}，megatron-core {megatron-core}")[language]  # fmt: skip
+    return text.format(**found) + ".\n" if not language else text.format(**found) + "。\n"
+
+
+def lane_figures(language: int = 0) -> str:
+    """What the step of the picture says of itself."""
+    step = _figures()["runs"]["smart-swap"]["summary"]["step"]
+    rows = (
+        (("bytes out", "搬出字节"), _mib(step["bytes_out"])),
+        (("bytes in", "搬回字节"), _mib(step["bytes_in"])),
+        (("copies out took", "搬出耗时"), f"{step['copy_ms']['out']:.1f} ms"),
+        (("copies in took", "搬回耗时"), f"{step['copy_ms']['in']:.1f} ms"),
+        (("compute waited for copies", "计算等待拷贝"), f"{step['stall_ms']['measured']:.1f} ms"),
+        (("share of copy time hidden", "被掩盖的拷贝时间占比"), f"{step['hidden_share']:.1%}"),
+    )
+    head = ("| of one step of `--smart-swap` | |", "| `--smart-swap` 的一步 | |")[language]
+    return "\n".join([head, "|---|---|", *(f"| {names[language]} | {value} |" for names, value in rows)]) + "\n"
+
+
+def one_activation(name: str) -> str:
+    run = _figures()["one_activation"][name]
+    return f"```text\n{run['output']}\n(exit code {run['code']})\n```\n"
+
+
+def set_lines() -> str:
+    return f"```text\n{_figures()['runs']['swap-config']['set_lines']}\n```\n"
+
+
+def knobs(language: int = 0) -> str:
+    from mindspeed_swap.smart_swap.knobs import KNOBS, SwapPolicyPref
+
+    head = ("| name | default | takes | what it does |", "| 名称 | 默认值 | 取值 | 作用（英文，取自源码） |")[language]
+    lines = [head, "|---|---|---|---|"]
+    for name, knob in KNOBS.items():
+        if knob.effect:
+            value = str(knob.default) if isinstance(knob.default, SwapPolicyPref) else repr(knob.default)
+            lines.append(f"| `{name}` | `{value}` | {knob.takes} | {knob.effect} |")
+    idle = ", ".join(f"`{name}`" for name, knob in KNOBS.items() if not knob.effect)
+    last = ("Accepted, without effect: ", "接受但不起作用：")[language]
+    return "\n".join(lines) + f"\n\n{last}{idle}.\n"
+
+
+def aliases(language: int = 0) -> str:
+    from mindspeed_swap.fine_grained.names import ALIASES
+
+    head = ("| MindFormers | Megatron |", "| MindFormers 名称 | Megatron 名称 |")[language]
+    return "\n".join([head, "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in ALIASES.items())]) + "\n"
+
+
+def compatibility() -> str:
+    from mindspeed_swap.patches.compat import markdown
+
+    return markdown()
+
+
+# ---- api.md
+PUBLIC = (
+    "mindspeed_swap", "mindspeed_swap.megatron_adaptor", "mindspeed_swap.compat", "mindspeed_swap.adaptive_memory",
+    "mindspeed_swap.smart_swap", "mindspeed_swap.virtual_optimizer.swap_tensor", "mindspeed_swap.core.accelerator",
+)  # fmt: skip
+# Importing these has an effect: that is what they are for.
+_ONLY_IMPORTED = ("mindspeed_swap.megatron_adaptor", "mindspeed_swap.compat")
+
+
+def api() -> str:
+    parts = []
+    for name in PUBLIC:
+        parts.append(f"## `{name}`\n\n{_module_doc(name)}")
+        if name in _ONLY_IMPORTED:
+            continue
+        module = importlib.import_module(name)
+        for public in sorted(module.__all__):
+            value = getattr(module, public)
+            if not getattr(value, "__module__", "").startswith("mindspeed_swap") or not hasattr(value, "__name__"):
+                continue  # constants and aliases: the module's text says what they are
+            parts.append(f"### `{public}{_signature(value)}`\n\n{_prose(value)}")
+            if inspect.isclass(value) and issubclass(value, enum.Enum):
+                parts[-1] = f"### `{public}`\n\nOne of " + ", ".join(f"`{member}`" for member in value) + "."
+            if inspect.isclass(value) and inspect.isabstract(value):
+                parts += [
+                    f"- `{method}{_signature(function)}`  {_prose(function, one_line=True)}".rstrip()
+                    for method, function in vars(value).items()
+                    if inspect.isfunction(function) and not method.startswith("_")
+                ]
+    return re.sub(r"\n\n(?=- `\w+\()", "\n", "\n\n".join(parts)) + "\n"
+
+
+def _module_doc(name: str) -> str:
+    file = importlib.util.find_spec(name).origin  # type: ignore[union-attr]
+    return _rst((ast.get_docstring(ast.parse(Path(file).read_text(encoding="utf-8"))) or "").strip())
+
+
+def _prose(value: Any, *, one_line: bool = False) -> str:
+    text = _rst(inspect.getdoc(value) or "")
+    return " ".join(text.split()) if one_line else text
+
+
+def _rst(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _signature(value: Any) -> str:
+    if inspect.isclass(value) and not value.__module__.startswith("mindspeed_swap.hooks"):
+        return ""
+    try:
+        return re.sub(r"'", "", str(inspect.signature(value)))
+    except (TypeError, ValueError):
+        return ""
+
+
+# ---- pictures drawn from a list of boxes
+_INK, _FAINT, _LINE = "#1f2933", "#52606d", "#9aa5b1"
+_Box = tuple[int, int, int, int, str, str, str]  # x, y, width, height, color, title, text
+
+
+def _svg(width: int, height: int, boxes: Sequence[_Box], rest: Sequence[str] = ()) -> str:
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="sans-serif" font-size="13" fill="{_INK}">',
+        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
+        f'<path d="M0,0 L8,4 L0,8 z" fill="{_FAINT}"/></marker></defs>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for x, y, w, h, color, title, text in boxes:
+        lines.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{color}" stroke="{_LINE}"/>')
+        lines.append(f'<text x="{x + 8}" y="{y + 19}" font-weight="bold">{title}</text>')
+        lines += [
+            f'<text x="{x + 8}" y="{y + 37 + 16 * i}" font-size="11" fill="{_FAINT}">{line}</text>'
+            for i, line in enumerate(filter(None, text.split("\n")))
+        ]
+    return "\n".join([*lines, *rest, "</svg>"]) + "\n"
+
+
+def _arrow(x1: int, y1: int, x2: int, y2: int, text: str = "") -> str:
+    place = f'x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"'
+    line = f'<line {place} stroke="{_FAINT}" stroke-width="1.4" marker-end="url(#tip)"/>'
+    if not text:
+        return line
+    return f'{line}<text x="{(x1 + x2) // 2 + 6}" y="{(y1 + y2) // 2 + 4}" font-size="11" fill="{_FAINT}">{text}</text>'
+
+
+def architecture_picture() -> str:
+    patch, front, core, device = "#fde8d7", "#dbeafe", "#dcfce7", "#f1f5f9"
+    boxes: list[_Box] = [
+        (20, 20, 860, 64, patch, "patches",
+         "arguments  training  schedules  transformer_layer  modules  linear  recompute  distributed_optimizer\n"
+         "the only code that knows Megatron; each file a table of (target, wrapper)"),
+        (20, 120, 200, 80, front, "smart_swap", "WarmUp, SearchPolicy, Stable\nkeep or swap, per tensor"),
+        (240, 120, 200, 80, front, "adaptive_memory", "the same search with\nkeep, swap or recompute"),
+        (460, 120, 200, 80, front, "fine_grained", "the user's own list\nfrom a YAML file"),
+        (680, 120, 200, 80, front, "virtual_optimizer", "Adam's moments in host\nmemory: mapped, streamed"),
+        (20, 240, 270, 130, core, "core: decide (no torch)",
+         "trace.py      what one step did\nsimulate.py  trace x plan -&gt; memory, time\n"
+         "solve.py      trace x budget -&gt; plan\nplan.py        what to do at which position"),
+        (310, 240, 350, 130, core, "core: do",
+         "swap_manager.py  pack, unpack, release, prefetch\nsaved_tensor.py   one storage and its state\n"
+         "oom_guard.py      pressure: evict, retry\nhost_pool.py       pinned slabs, one budget\n"
+         "recompute.py, again.py  a call runs again"),
+        (680, 240, 200, 130, core, "report", "summary.json, trace.json\none HTML page, PNGs\nwhat-if, ops, selftest"),
+        (20, 410, 860, 62, device, "core/accelerator: the contract with a device",
+         "cuda.py   npu.py   sim.py (real bytes, real out of memory, copy threads; no GPU needed)"),
+    ]  # fmt: skip
+    rest = [_arrow(x, 84, x, 118) for x in (120, 340, 560, 780)]
+    rest += [_arrow(x, 200, x, 238) for x in (120, 400, 560)]
+    rest += [_arrow(720, 200, 640, 238), _arrow(155, 370, 155, 408), _arrow(485, 370, 485, 408)]
+    return _svg(900, 490, boxes, rest)
+
+
+def life_picture() -> str:
+    compute, out, back, gone = "#dbeafe", "#ede9fe", "#cffafe", "#f1f5f9"
+    boxes: list[_Box] = [
+        (110, 20, 160, 46, compute, "forward: layer n", "writes and reads the tensor"),
+        (280, 20, 250, 46, compute, "other layers, other microbatches", "its memory is theirs"),
+        (540, 20, 140, 46, compute, "backward: n + 1", ""),
+        (690, 20, 170, 46, compute, "backward: layer n", "reads the tensor"),
+        (200, 110, 130, 46, out, "copy to host", "storage bytes to a slab"),
+        (550, 200, 130, 46, back, "copy to device", "slab to a new buffer"),
+        (20, 290, 240, 60, gone, "DEVICE, LEAVING", "the device copy is the truth"),
+        (340, 290, 200, 60, gone, "HOST", "device memory given up"),
+        (550, 290, 130, 60, gone, "RETURNING", "buffer is there"),
+        (690, 290, 170, 60, gone, "DEVICE", "until its last handle dies"),
+    ]
+    rest = [
+        f'<text x="10" y="{y}" font-weight="bold">{name}</text>'
+        for y, name in ((48, "compute"), (138, "D2H stream"), (228, "H2D stream"))
+    ]
+    rest += [
+        _arrow(220, 66, 220, 108, "event: written"), _arrow(330, 140, 360, 68, "event: may be given up"),
+        _arrow(560, 66, 580, 198, "event: the block is free"), _arrow(680, 210, 710, 68, "event: is back"),
+    ]  # fmt: skip
+    return _svg(880, 370, boxes, rest)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "compatibility": compatibility,
+    "api": api,
+    "knobs": knobs,
+    "knobs-zh": functools.partial(knobs, 1),
+    "aliases": aliases,
+    "aliases-zh": functools.partial(aliases, 1),
+    "results": results,
+    "results-zh": functools.partial(results, 1),
+    "predictions": predictions,
+    "predictions-zh": functools.partial(predictions, 1),
+    "lanes": lane_figures,
+    "lanes-zh": functools.partial(lane_figures, 1),
+    "versions": versions,
+    "versions-zh": functools.partial(versions, 1),
+    "one-activation": functools.partial(one_activation, "own streams"),
+    "one-activation-same-stream": functools.partial(one_activation, "same stream"),
+    "one-activation-late": functools.partial(one_activation, "late prefetch"),
+    "set-lines": set_lines,
+}
+FILES: dict[Path, Callable[[], str]] = {
+    PICTURES / "architecture.svg": architecture_picture,
+    PICTURES / "life.svg": life_picture,
+}
+
+
+def pages() -> list[Path]:
+    return [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+
+
+def wanted() -> Iterator[tuple[Path, str]]:
+    """(file, what it should hold) of everything that has something generated in it. KeyError: no such block."""
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if "<!-- generated:" in text:
+            yield path, _BLOCK.sub(lambda match: match[1] + "\n" + BLOCKS[match[2]]() + "\n" + match[3], text)
+    for path, make in FILES.items():
+        yield path, make()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--measure", action="store_true", help="train first")
+    parser.add_argument("--errors", action="store_true", help="list the error texts of the product, and end")
+    args = parser.parse_args()
+    if args.errors:
+        print("\n".join(error_texts()))
+        return 0
+    if args.measure:
+        measure()
+    stale = [(path, text) for path, text in wanted() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path, text in stale:
+        if not args.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        print(f"{'not up to date' if args.check else 'written'}: {path.relative_to(ROOT)}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
