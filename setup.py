@@ -15,13 +15,20 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "NOTICE"],
     python_requires=">=3.10",
     # `include`, because the root has folders with Python files (patches, tests, scripts) whose names must not land in
-    # site-packages. `patches` is installed inside our package.
-    packages=[*find_packages(include=["mindspeed_swap", "mindspeed_swap.*"]), "mindspeed_swap.patches"],
-    package_dir={"mindspeed_swap.patches": "patches"},
-    package_data={"mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "csrc/smart_swap/*", "report/*.css"]},
+    # site-packages. `patches` and `configs` are installed inside our package.
+    packages=[
+        *find_packages(include=["mindspeed_swap", "mindspeed_swap.*"]),
+        "mindspeed_swap.patches",
+        "mindspeed_swap.configs",
+    ],
+    package_dir={"mindspeed_swap.patches": "patches", "mindspeed_swap.configs": "configs"},
+    package_data={
+        "mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "csrc/smart_swap/*", "report/*.css"],
+        "mindspeed_swap.configs": ["*.py", "swap_config/*.yaml"],
+    },
     install_requires=[
         "torch>=2.6",  # Megatron's own bound
         "ninja",  # torch builds C++ sources with it; a small wheel, no compiler

@@ -16,7 +16,15 @@ import_torch()  # first, for its message
 
 from mindspeed_swap.errors import SettingError  # noqa: E402
 from mindspeed_swap.options import Options  # noqa: E402
-from mindspeed_swap.patches.registry import Installed, check_version  # noqa: E402
+
+try:
+    from mindspeed_swap.patches.registry import Installed, check_version
+except ModuleNotFoundError as error:
+    if error.name != "mindspeed_swap.patches":
+        raise
+    raise SettingError(  # in a checkout it lies beside the package, and installing puts it inside
+        "mindspeed_swap is on the path but not installed: in its folder run  pip install -e ."
+    ) from None
 
 # Of before, if this module is reloaded: patches must not go on top of themselves.
 _parser: Installed = globals().get("_parser") or Installed()
