@@ -334,8 +334,8 @@ def caption(language: int = 0) -> str:
     assert _same_bits(swapped, figures["runs"])
     text = (
         "One step of a GPT of {layers} layers on the simulated device. Without a flag it needs {plain}; capped at "
-        "{cap} it runs out of memory. With `--smart-swap` under that cap the step takes {peak}, moves {moved} each way, and "
-        "ends with the same bits.\n",
+        "{cap} it runs out of memory. With `--smart-swap` under that cap the step takes {peak}, moves {moved} each "
+        "way, and ends with the same bits.\n",
         "模拟设备上 {layers} 层 GPT 的一步。不加参数需要 {plain}；上限 {cap} 时 OOM。"
         "同样上限下加 `--smart-swap`，该步用 {peak}，来回各搬 {moved}，结果逐比特相同。\n",
     )[language]

@@ -69,7 +69,7 @@ def test_everything_needed_is_in_it(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     kinds = (".py", ".cpp", ".h", ".css")
     inside = [p.relative_to(ROOT) for p in (ROOT / "mindspeed_swap").rglob("*") if p.suffix in kinds]
-    beside = [p for folder in ("patches", "configs") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml")]
+    beside = [p for folder in ("patches", "configs") for p in (ROOT / folder).rglob("*.*") if p.suffix != ".pyc"]
     assert {*map(str, inside), *(f"mindspeed_swap/{p.relative_to(ROOT)}" for p in beside)} <= names
     assert {
         "mindspeed_swap/patches/__init__.py", "mindspeed_swap/configs/swap_policy_fit.py", "mindspeed_swap/py.typed",

@@ -39,7 +39,7 @@ def test_one_rank(plain, folder, flags):
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_resume(plain, folder, form):
+def test_case_21_resume_in_a_new_process(plain, folder, form):
     """Case 21: saved after step 2 and loaded in a new process, steps 3 and 4 are as if nothing had been."""
     checkpoint = ("--ckpt-format", form)
     saved = folder / f"saved-{form}"

@@ -62,7 +62,7 @@ def test_device_memory(sim, mode):
     assert peak - virtual_peak > 0.75 * moved  # three buffers of a 16th
 
 
-def test_empty_shards_and_tensors_elsewhere_stay(sim):
+def test_case_25_empty_shards_and_tensors_elsewhere_stay(sim):
     """Case 25: neither is given to the arena, and kernels see what they saw before."""
     with device.host_memory():
         on_host = torch.nn.Parameter(torch.ones(40))

@@ -51,7 +51,7 @@ def trained(make, steps, params=None):
 @pytest.mark.parametrize("amount", AMOUNTS)
 @pytest.mark.parametrize("mode", ["mapped", "streamed"])
 @pytest.mark.parametrize("make", ["adamw-foreach", "adamw-fused", "step-in-group"])
-def test_resume(sim, make, mode, amount, flags):
+def test_case_23_mixed_precision_is_resumed(sim, make, mode, amount, flags):
     """Cases 21, 23 and 24: saved and resumed with and without the flag, as if it had never stopped."""
     straight = trained(make, range(5))
     saves, loads = (word == "on" for word in flags.split("-"))
@@ -152,7 +152,7 @@ def test_a_load_that_does_not_fit_says_what_torch_says(sim):
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_weights_loaded_after_the_optimizer_was_built(sim, masters):
+def test_case_22_weights_loaded_after_the_optimizer_was_built(sim, masters):
     """Case 22: a step with lr 0 writes back the new weights, not the old ones."""
     params = parameters()
     optimizer = torch.optim.AdamW([{"params": params, "lr": 0.0}])
