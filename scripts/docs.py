@@ -183,12 +183,15 @@ def _texts_of(path: Path) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mindspeed_swap"):
             texts = {alias.asname or alias.name: _imported(node.module, alias.name) for alias in node.names}
             constants |= {name: text for name, text in texts.items() if text}
-    own: dict[str, set[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            text = _template(node.value, constants) if isinstance(node.value, (ast.Constant, ast.JoinedStr)) else "…"
-            own.setdefault(node.targets[0].id, set()).add(text)
-    constants |= {name: texts.pop() for name, texts in own.items() if len(texts) == 1}
+    for _ in range(2):  # a text may be made of one that stands below it
+        own: dict[str, set[str]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                fixed = isinstance(node.value, (ast.Constant, ast.JoinedStr))
+                own.setdefault(node.targets[0].id, set()).add(_template(node.value, constants) if fixed else "…")
+            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+                own.setdefault(node.target.id, set()).add("…")
+        constants |= {name: next(iter(texts)) for name, texts in own.items() if len(texts) == 1}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
             continue

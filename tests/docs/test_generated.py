@@ -1,0 +1,69 @@
+"""What is made from the sources and from measured files is up to date; every error text has its entry."""
+import re
+
+import pytest
+from pages import ROOT, generator
+
+_ENTRY = re.compile(r"^\| (`+) ?(.*?) ?\1 \|", re.MULTILINE)
+_NO_ERRORS = "## Lines that are no errors"
+
+
+def test_generated_parts_are_up_to_date():
+    """If not: python scripts/docs.py"""
+    stale = [p.name for p, text in generator().wanted() if not p.is_file() or p.read_text(encoding="utf-8") != text]
+    assert stale == []
+
+
+def test_a_change_is_noticed(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- generated: aliases -->\n<!-- end -->\n")
+    monkeypatch.setattr(generator(), "pages", lambda: [page])
+    ((path, text), *_) = generator().wanted()
+    assert path == page and "`flash_attention`" in text
+    page.write_text("<!-- generated: no-such-block -->\n<!-- end -->\n")
+    with pytest.raises(KeyError):
+        next(generator().wanted())
+
+
+def entries():
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").partition(_NO_ERRORS)[0]
+    return [entry for _, entry in _ENTRY.findall(text)]
+
+
+def test_every_error_text_has_an_entry():
+    """And no entry is of an error that is gone. The list: python scripts/docs.py --errors"""
+    texts, listed = set(generator().error_texts()), entries()
+    assert len(texts) > 100, "the collector has lost something"
+    assert sorted(texts - set(listed)) == []
+    assert sorted(set(listed) - texts) == []
+    assert len(listed) == len(set(listed))
+
+
+def test_the_collector_sees_each_way_of_raising(tmp_path):
+    source = tmp_path / "module.py"
+    source.write_text(
+        'FLAG = "--flag"\n'
+        "def f(path, size):\n"
+        '    name = f"{FLAG} {path}"\n'
+        '    raise SettingError(f"{name}: {size} bytes are too many: "\n'
+        '        "give less")\n'
+        'def g(self, key):\n    raise self._error(key, f"expected {key}")\n'
+        'def h():\n    raise SettingError("plain" + hint)\n'
+    )
+    assert set(generator()._texts_of(source)) == {
+        "--flag …: … bytes are too many: give less", "expected …", "plain",
+    }  # fmt: skip
+
+
+def test_figures_are_of_a_run_that_went_well():
+    runs = generator()._figures()["runs"]
+    plain = runs["plain"]
+    assert runs["capped"]["code"] != 0 and runs["capped"]["last_line"].startswith("out of memory")
+    for name in ("smart-swap", "adaptive", "recompute", "virtual-optimizer"):
+        assert runs[name]["code"] == 0 and runs[name]["sha256"] == plain["sha256"], name
+    for name in ("smart-swap", "adaptive"):
+        assert runs[name]["summary"]["phase"] == "Stable" and runs[name]["peak_bytes"] <= runs[name]["cap"]
+    activation = generator()._figures()["one_activation"]
+    assert {name: run["code"] for name, run in activation.items()} == {
+        "own streams": 0, "same stream": 0, "late prefetch": 1,
+    }  # fmt: skip
