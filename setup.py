@@ -25,6 +25,7 @@ setup(
     install_requires=[
         "torch>=2.6",  # Megatron's own bound
         "ninja",  # torch builds C++ sources with it; a small wheel, no compiler
+        "pyyaml>=6",  # --swap-config
     ],
     extras_require={
         # 0.17 is the first whose wheel has megatron.training; psutil is what its checkpoint writer imports.

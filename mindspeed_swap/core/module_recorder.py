@@ -24,6 +24,7 @@ class Tracked:
     key: ModuleKey
     begin: int
     end: int = -1
+    repeats: bool = True  # its inputs are as they were, so it could run again
     inputs: dict[_Identity, int] = field(default_factory=dict)  # -> bytes, of those not known to be saved
     given: set[_Identity] = field(default_factory=set)  # what it was called with, saved or not
     frees: list[SavedRecord] = field(default_factory=list)
@@ -58,12 +59,12 @@ class ModuleRecorder:
         return tracked
 
     def exit(self, tracked: Tracked, end: int, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
-        """``unchanged``: its inputs are as they were, so it could run again."""
+        """``unchanged``: its inputs are as they were."""
         while self._running and self._running.pop() is not tracked:  # those left by an exception
             pass
-        tracked.end = end
+        tracked.end, tracked.repeats = end, unchanged
+        self._done.append(tracked)
         if unchanged:
-            self._done.append(tracked)
             for tensor in outputs:
                 self._watch(tensor, tracked, False)
 
@@ -96,18 +97,17 @@ class ModuleRecorder:
                 tracked.there.append(there)
 
     def finish(self, times_ms: list[float]) -> list[ModuleRecord]:
-        """In the order in which they ended. Calls that would free nothing are left out."""
+        """In the order in which they ended. Those that cannot run again free nothing."""
         found = []
         for call in self._done:
             frees, until = [], call.begin
             for record, there in zip(call.frees, call.there, strict=True):
-                if record.first_read is not None and record.first_read > call.end:
+                if call.repeats and record.first_read is not None and record.first_read > call.end:
                     frees.append(record)
                     until = max(until, there)
-            if not frees:
-                continue
             # It stops where the next module inside begins: see Note [Where it stops] in again.py.
-            until = min((begin for begin in call.begins if begin >= until), default=call.end)
+            stops = [begin for begin in call.begins if begin >= until] if frees else []
+            until = min(stops, default=call.end)
             found.append(
                 ModuleRecord(
                     call.key, times_ms[until] - times_ms[call.begin], call.begin, call.end,

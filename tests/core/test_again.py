@@ -36,7 +36,7 @@ class Blocks:
     def call(self, name, function, *args, **kwargs):
         if self.manager is None:
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, keeps_outputs=name == "layer")
+        return self.manager.calls.call(name, function, args, kwargs, keeps_outputs=name == "layer")
 
     def norm(self, hidden):
         return torch.nn.functional.layer_norm(hidden, (WIDTH,))
@@ -226,7 +226,7 @@ def test_generators_of_a_framework(sim):
             return super().get()
 
     model, manager = Blocks(), new_manager(sim)
-    manager.random = Counted()
+    manager.calls.random = Counted()
     plan = plan_of(model.step(manager, record=True).trace, "mlp")
     model.step(manager, plan)
     assert Counted.gets == 2 * LAYERS  # at its forward, and what there is when it runs again
@@ -280,6 +280,22 @@ def test_changed_in_place_is_refused_as_without(sim):
         model.step(manager, plan)
 
 
+def test_call_that_must_not_run_again_is_recorded_and_never_run(sim):
+    class Once(Blocks):
+        def call(self, name, function, *args, **kwargs):
+            if self.manager is None:
+                return function(*args, **kwargs)
+            return self.manager.calls.call(name, function, args, kwargs, once=name == "mlp")
+
+    model, manager = Once(2), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    calls = [module for module in trace.modules if module.key.name == "mlp"]
+    assert len(calls) == 2 and all(call.frees == [] and call.keeps for call in calls)
+    plan = Plan(trace.model, 0, (), tuple(Recompute(call.key, 0, 0.0) for call in calls))
+    assert model.step(manager, plan).stats.recomputed_calls == 0
+    assert model.calls == 2
+
+
 def test_call_that_changes_its_input_is_no_candidate(sim):
     class Changing(Blocks):
         def norm(self, hidden):
@@ -289,7 +305,7 @@ def test_call_that_changes_its_input_is_no_candidate(sim):
             return super().mlp(hidden.mul_(2.0), up=up, down=down)
 
     trace = Changing(2).step(new_manager(sim), record=True).trace
-    assert "mlp" not in {module.key.name for module in trace.modules}
+    assert "mlp" not in {module.key.name for module in trace.modules if module.frees}
     assert "layer" in {module.key.name for module in trace.modules}
 
 
