@@ -29,6 +29,7 @@ class Options:
     plan_file: str | None = None
     plan_save: str | None = None
     adaptive: bool = False
+    plan_cache: str | None = None
     swap_config: SwapConfig | None = None
 
     @property
@@ -79,7 +80,8 @@ class Options:
             policy, config = Policy(listed=True), _swap_config(args)
         return cls(
             args.smart_swap, args.swap_host_memory, report, model, layout, virtual_options(args), policy,
-            args.swap_plan, save, args.adaptive_memory_optimization, config,
+            args.swap_plan, save, args.adaptive_memory_optimization,
+            args.swap_plan_cache, config,
         )  # fmt: skip
 
 

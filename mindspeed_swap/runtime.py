@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
+from mindspeed_swap.smart_swap.plan_cache import PlanCache
 from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
-from mindspeed_swap.units import format_bytes
+from mindspeed_swap.units import MIB, format_bytes
+from mindspeed_swap.version import __version__
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
@@ -50,6 +53,7 @@ class Runtime:
     manager: SwapManager
     shapes: Shapes | None = None
     fine: FineGrained | None = None
+    _cache: PlanCache | None = None
 
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
@@ -70,8 +74,12 @@ class Runtime:
         capacity = self._accelerator.memory().capacity_bytes
         if self._options.swap_config is not None:
             self.fine = FineGrained(self._options.swap_config, rank())
-        search = self.fine.new if self.fine else SmartSwap
-        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options), search)
+        plans, self._failed = _loaded_plans(self._options), set[str]()
+        if self._options.plan_cache:
+            self._cache = PlanCache(self._options.plan_cache, self._cache_key(capacity), rank())
+            plans, self._failed = self._cache.load(self._options.model)
+        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed)
+        self.shapes = Shapes(capacity, self._options.policy, plans, search)
         self._models: list[Any] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
@@ -159,7 +167,7 @@ class Runtime:
         """A module that may be recomputed. ``how``: as the manager's."""
         if not (self.in_step and self.names_modules):
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, **how)
+        return self.manager.calls.call(name, function, args, kwargs, **how)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -184,11 +192,23 @@ class Runtime:
         return self._virtual
 
     # ---- the rest
+    def _cache_key(self, capacity_bytes: int) -> dict[str, object]:
+        return {
+            "model": self._options.model,
+            "policy": self._options.policy,
+            "device": self._accelerator.name,
+            "capacity_mib": capacity_bytes // MIB,
+            "torch": torch.__version__,
+            "release": __version__,
+        }
+
     def _save_plans(self) -> None:
-        if self._options.plan_save is None or self.shapes is None or not (plans := self.shapes.stable_plans()):
-            return
+        plans = self.shapes.stable_plans() if self.shapes else {}
         try:
-            save_plans(_rank_file(self._options.plan_save), rank(), plans)
+            if self._options.plan_save is not None and plans:
+                save_plans(_rank_file(self._options.plan_save), rank(), plans)
+            if self._cache is not None:
+                self._cache.save(plans, self._failed)
         except OSError as error:
             say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
 

@@ -63,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="both: run the plan saved there and skip the search.",
     )  # fmt: skip
     group.add_argument(
+        "--swap-plan-cache", default=None, metavar="DIR",
+        help="both: keep found plans there, by model, layout, device and versions, and skip the search where one fits.",
+    )  # fmt: skip
+    group.add_argument(
         "--virtual-optimizer", nargs="+", default=None, metavar="GB",
         help="Adam's moments in host memory: all, or GB (1024^3 bytes) per rank, one for all pipeline stages or each.",
     )  # fmt: skip
@@ -89,12 +93,14 @@ def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
     found = compat.errors(args)
     features = ["--smart-swap", "--adaptive-memory-optimization"]
-    for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan"):
+    for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan", "swap_plan_cache"):
         of = features[:1] if name == "swap_policy_config" else features
         if getattr(args, name, None) is not None and not any(compat.is_on(args, flag) for flag in of):
             are_off = "which is off" if len(of) == 1 else "which are off"
             setting = f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}"
             found.append(f"{setting}, {are_off}: add {' or '.join(of)}")
+    if getattr(args, "swap_plan", None) and getattr(args, "swap_plan_cache", None):
+        found.append("--swap-plan and --swap-plan-cache both say which plan to run: give one")
     if found:
         raise SettingError("\n".join(found))
 

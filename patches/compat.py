@@ -49,6 +49,14 @@ def is_on(args: argparse.Namespace, flag: str) -> bool:
     return bool(_switch(flag)(args))
 
 
+def _mindspeed_memory(args: argparse.Namespace) -> str:
+    own_recompute = ("--adaptive-recompute-device-swap", "--recompute-in-bubble", "--recompute-in-advance")
+    for name in (*own_recompute, "--swap-attention"):
+        if found := _switch(name)(args):
+            return found
+    return ""
+
+
 def _recompute_selective(args: argparse.Namespace) -> str:
     if getattr(args, "recompute_activations", False):  # Megatron's older name; gone once it has validated arguments
         return "--recompute-activations"
@@ -113,14 +121,19 @@ OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
 
 SMART_SWAP = Feature("`--smart-swap`", _switch("--smart-swap"))
 ADAPTIVE = Feature("`--adaptive-memory-optimization`", _switch("--adaptive-memory-optimization"))
+# Of MindSpeed, where that is installed.
+MEMORY_FRAGMENTATION = Feature("MindSpeed: memory fragmentation", _switch("--memory-fragmentation"))
+MINDSPEED_MEMORY = Feature("MindSpeed: swap attention, other recompute", _mindspeed_memory)
 
 FEATURES = (
     SMART_SWAP, ADAPTIVE,
     RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
     COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
-    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
+    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER, MEMORY_FRAGMENTATION, MINDSPEED_MEMORY,
 )  # fmt: skip
 
+_OTHER_ALLOCATOR = Refused("it replaces the allocator whose memory pressure is listened to")
+_MINDSPEED_OWN = Refused("both move or drop saved tensors")
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
 _ITS_CHOICE_SELECTIVE = Refused(
@@ -153,6 +166,8 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
     },
     "--adaptive-memory-optimization": {
         SMART_SWAP: Refused("it decides what to swap itself"),
@@ -167,6 +182,8 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
     },
     "--swap-config": {
         SMART_SWAP: _OWN_LIST,
@@ -182,6 +199,8 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
     },
     "--virtual-optimizer": {
         OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),

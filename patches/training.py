@@ -22,7 +22,7 @@ def _train_step(original: Any) -> Any:
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         once()
-        runtime.get().manager.random = random
+        runtime.get().manager.calls.random = random
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
         fine = runtime.get().fine

@@ -15,6 +15,7 @@ from itertools import accumulate, chain, combinations, islice
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen
 from mindspeed_swap.core.scene import Stage
+from mindspeed_swap.core.simulate import plain_step_ms
 from mindspeed_swap.core.windows import RangeMin, link_rates
 
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
@@ -26,6 +27,8 @@ FEWEST_SETS, TRIES_PER_SET = 3, 20
 FIRST_PACE = 0.9
 # With fewer tries one way to choose has to do, and no search follows.
 FEWEST_TRIES = 10
+# What moving single ends must gain, of the step: they then have no headroom left.
+SHIFT_SHARE = 0.002
 # Points visited by dropping single tensors, per target.
 PRUNE_WORK = 4_000_000
 # A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.
@@ -87,6 +90,7 @@ class Attempt:
             self._recompute(alone)
             if not self._large:
                 self._search()
+                self._shift()
         self._prune()
         self.peak = max(self.curve)
 
@@ -187,6 +191,13 @@ class Attempt:
                 rank = self._look(tuple(modules.flags), changed)
                 if _better(rank, here):
                     flags, wanted, here, improved = tuple(modules.flags), changed, rank, True
+
+    def _shift(self) -> None:
+        """The last word on when things leave and come back, where it gains enough."""
+        placed = self.stage.scene(self.flags).shifted(self.placed, self.target, tries(self.stage))
+        spent = run_lanes(self.stage.trace, placed, self.stage.members(self.flags)).extra_ms
+        if spent < self.extra_ms - SHIFT_SHARE * plain_step_ms(self.stage.trace):
+            self._take(self.flags, placed, self.stage.scene(self.flags).curve(placed))
 
     # -- pruning ------------------------------------------------------------------------------------------------------
 

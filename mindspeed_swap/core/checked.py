@@ -1,9 +1,11 @@
-"""Checked: dataclasses from JSON, where the first thing that is wrong is named. Pure; imports no torch."""
+"""Checked: dataclasses from JSON, and fingerprints. The first thing that is wrong is named. Pure; imports no torch."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from math import isfinite
 from typing import Any
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -15,8 +17,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float | None": (int, float, type(None)),
 }
 
-
 _TEXT = ("phase", "name")
+_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 
 
 def load_object(text: str, what: str, version: int) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def build(cls: type, data: Any, where: str, **convert: Callable[[Any, str], Any]
         types = _TYPES[str(item.type)]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise ValueError(f"damaged {where}: {item.name} is {value!r:.60}, expected {item.type}")
+        if isinstance(value, float) and not isfinite(value) or type(value) is int and value < 0:
+            raise ValueError(f"damaged {where}: {item.name} is {value}")
         values[item.name] = value
     unknown = [name for name in data if name not in names]
     if unknown:
@@ -83,3 +87,14 @@ def list_of(one: Callable[[Any, str], Any]) -> Callable[[Any, str], list[Any]]:
         return [one(item, f"{where}[{i}]") for i, item in enumerate(value)]
 
     return convert
+
+
+def first_difference(theirs: str, ours: str, where: str = "this run") -> str:
+    """Of two fingerprints "name=value name=value"; "" if they are equal."""
+    if theirs == ours:
+        return ""
+    there, here = dict(_FIELD.findall(theirs)), dict(_FIELD.findall(ours))
+    for field in dict.fromkeys([*here, *there]):
+        if there.get(field) != here.get(field):
+            return f"{field}={there.get(field)}, {where} has {field}={here.get(field)}"
+    return f"{theirs!r:.60}, {where} is {ours!r:.60}"

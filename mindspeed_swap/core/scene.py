@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import add
 
 from mindspeed_swap.core.choose import choose
-from mindspeed_swap.core.lanes import Placed
+from mindspeed_swap.core.lanes import Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
 from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
 from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
@@ -90,6 +90,52 @@ class Scene:
         ]
         placed.sort()
         return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
+
+    def shifted(self, placed: list[Placed], target: int, tries: int) -> list[Placed]:
+        """Moves single ends of absences, and where memory is then short lets one other tensor be away, as long as that
+        helps. The sweeps keep the order of the lanes and never wait to make room for somebody else's copy."""
+        jobs, saved, length = {job.record: job for job in self.jobs}, self.trace.saved, len(self.keep)
+        looks = iter(range(tries))
+
+        def order(here: dict[int, Placed]) -> list[Placed]:
+            return sorted(here.values(), key=lambda item: (item.prefetch, jobs[item.record].read, item.record))
+
+        def cost(here: dict[int, Placed]) -> tuple[float, int]:  # of equals the longest absences: they make room
+            kept = sum(saved[p.record].nbytes * (length - p.prefetch + p.release) for p in here.values())
+            return round(run_lanes(self.trace, order(here), self.modules).extra_ms, 6), kept
+
+        def neighbours(here: dict[int, Placed], number: int) -> Iterator[dict[int, Placed]]:
+            job, (_, release, prefetch) = jobs[number], here[number]
+            ends = chain(
+                (Placed(number, at, prefetch) for at in range(job.release, prefetch)),
+                (Placed(number, release, at) for at in range(release + 1, job.prefetch + 1)),
+            )
+            for changed in ({**here, number: other} for other in ends):
+                if next(looks, None) is None:
+                    return
+                over = [i for i, value in enumerate(self.curve(changed.values())) if value > target]
+                if not over:
+                    yield changed
+                first, last = (over[0], over[-1]) if over else (0, length)
+                for other in self.jobs:
+                    if other.record != number and other.release < first and last <= other.prefetch:
+                        item = changed.get(other.record, Placed(other.record, other.prefetch, other.release))
+                        longer = Placed(other.record, min(item.release, first - 1), max(item.prefetch, last))
+                        if next(looks, None) is None:
+                            return
+                        if max(self.curve({**changed, other.record: longer}.values())) <= target:
+                            yield {**changed, other.record: longer}
+
+        here = {item.record: item for item in placed}
+        best, moved = cost(here), True
+        while moved:
+            moved = False
+            for number in list(here):
+                for changed in neighbours(here, number):
+                    found = cost(changed)
+                    if found < best:
+                        here, best, moved = changed, found, True
+        return order(here)
 
 
 class Stage:

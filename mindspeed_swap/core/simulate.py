@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.lanes import Copy, Placed, Stall, load_index, run_lanes
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Chosen, Module, first_reads, modules_of
@@ -86,8 +87,8 @@ def position_index(trace: StepTrace) -> dict[Position, int]:
 
 def place(trace: StepTrace, plan: Plan) -> list[Placed]:
     """The plan in indices, in its own order. Raises ValueError naming the first thing that is not of this trace."""
-    if plan.model != trace.model:
-        raise ValueError(f"plan is for model {plan.model!r}, trace is of {trace.model!r}")
+    if other := first_difference(plan.model, trace.model, "the trace"):
+        raise ValueError(f"plan is for another model: {other}")
     records = {record.key: i for i, record in enumerate(trace.saved)}
     index = position_index(trace) if plan.swaps else {}
     placed: list[Placed] = []
@@ -151,8 +152,7 @@ def memory_curve(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[M
             delta[last + 1] += record.nbytes
     for i, change in recompute_changes(trace, modules):
         delta[i] += change
-    resident = accumulate(delta)
-    return [max(0, p.peak_bytes - p.resident_bytes) + held for p, held in zip(trace.points, resident, strict=False)]
+    return [trace.base_bytes(i) + held for i, held in zip(range(length), accumulate(delta), strict=False)]
 
 
 def recompute_changes(trace: StepTrace, modules: Iterable[Module]) -> Iterator[tuple[int, int]]:

@@ -266,10 +266,10 @@ def frontier(found: Frontier, size: str) -> Figure:
     """Step time against memory, one line per set of verbs, with their floors."""
     figure, axes = _figure(size, 3.2)
     unit, name = _unit(found.peak_bytes)
-    for (curve, (least, _)), color in zip(found.floors.items(), (PLAN_COLOR, LIMIT_COLOR), strict=True):
+    for (curve, bound), color in zip(found.floors.items(), (PLAN_COLOR, LIMIT_COLOR), strict=True):
         points = [(budget / unit, of[curve].step_ms) for budget, of in found.answers.items() if of[curve].step_ms]
         axes.plot(*zip(*points, strict=True) if points else ([], []), color=color, marker="o", ms=3, label=curve)
-        axes.axvline(least / unit, color=color, linewidth=0.8, linestyle=":")
+        axes.axvline(bound.bytes / unit, color=color, linewidth=0.8, linestyle=":")
     axes.plot([found.peak_bytes / unit], [found.plain_ms], color=INK, marker="o", label="nothing moved")
     axes.set_xlabel(f"peak, {name} (dotted: floors)")
     axes.set_ylabel("step, ms (predicted)")

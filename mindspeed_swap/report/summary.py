@@ -12,7 +12,7 @@ phase, steps       WarmUp, SearchPolicy or Stable (off: without --smart-swap); t
 capacity_bytes     what this process may use of the device
 target_bytes       peak that plans must stay under
 peak_bytes         predicted peak of a step that swaps nothing
-floor_bytes        peak that no plan goes below; ``floor`` has its parts
+floor_bytes        memory to count on; ``floor`` has its parts, and as reachable_bytes what no plan goes below
 plan               the one in force: bytes, number of tensors, and what was predicted of it before it ran
 warm_up            the recorded step that the first plan was made from: evictions and waits in it, what could move
 tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,

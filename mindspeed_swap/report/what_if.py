@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
@@ -35,7 +36,7 @@ class Answer:
 class Frontier:
     plain_ms: float
     peak_bytes: int  # of the rank that needs most, when everything is kept
-    floors: dict[str, tuple[int, str]]  # by curve: least reachable bytes, phase
+    floors: dict[str, Floor]  # by curve, of the rank whose plans reach least
     answers: dict[int, dict[str, Answer]]  # by budget, descending, and curve
 
 
@@ -75,18 +76,19 @@ def read_traces(path: str) -> list[StepTrace]:
             raise SettingError(f"{file}: {error}") from None
         if not traces[-1].points:
             raise SettingError(f"{file}: the trace has no points: nothing was recorded")
+        if other := first_difference(traces[-1].model, traces[0].model, str(files[0])):
+            raise SettingError(f"{file}: of another model: {other}")
     return traces
 
 
 def frontier(traces: Sequence[StepTrace], budgets: Sequence[int] = (), host_budget: int | None = None) -> Frontier:
     """Without ``budgets``: evenly from the lowest floor to the plain peak."""
     peak = max(max(memory_curve(trace, ())) for trace in traces)
-    floors: dict[str, tuple[int, str]] = {}
+    floors: dict[str, Floor] = {}
     for name, (verbs, _) in CURVES.items():
-        bounds: list[Floor] = [floor(trace, verbs, host_budget) for trace in traces]
-        worst = max(bounds, key=lambda bound: bound.reachable_bytes)
-        floors[name] = worst.reachable_bytes, worst.phase
-    low = min(nbytes for nbytes, _ in floors.values())
+        bounds = [floor(trace, verbs, host_budget) for trace in traces]
+        floors[name] = max(bounds, key=lambda bound: bound.reachable_bytes)
+    low = min(bound.reachable_bytes for bound in floors.values())
     step = max(1, (peak - low) // (POINTS - 1))
     chosen = set(budgets) or {peak, *range(low, peak, step)}
     answers = {
@@ -115,8 +117,9 @@ def table(found: Frontier) -> str:
     lines = [
         f"predicted, not run: plain step {found.plain_ms:.1f} ms, peak {format_bytes(found.peak_bytes)}",
         *(
-            f"floor of {name}: {format_bytes(nbytes)}, reached in phase {phase}"
-            for name, (nbytes, phase) in found.floors.items()
+            f"floor of {name}: {format_bytes(bound.bytes)}; no plan below {format_bytes(bound.reachable_bytes)}, "
+            f"reached in phase {bound.phase}"
+            for name, bound in found.floors.items()
         ),
         "",
     ]

@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
 
 FILE_VERSION = 1
 # (microbatches per step, size class)
 Shape = tuple[int, int]
-_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 
 
 def size_class(nbytes: int) -> int:
@@ -77,14 +76,3 @@ def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
         if other := first_difference(plan.model, model):
             raise SettingError(f"{name}: was made for {other}: search again without --swap-plan")
     return plans
-
-
-def first_difference(theirs: str, ours: str) -> str:
-    """Of two fingerprints "name=value name=value"; "" if they are equal."""
-    if theirs == ours:
-        return ""
-    there, here = dict(_FIELD.findall(theirs)), dict(_FIELD.findall(ours))
-    for field in dict.fromkeys([*here, *there]):
-        if there.get(field) != here.get(field):
-            return f"{field}={there.get(field)}, this run has {field}={here.get(field)}"
-    return f"{theirs!r:.60}, this run is {ours!r:.60}"

@@ -67,7 +67,8 @@ def integer_program(trace: StepTrace, budget: int) -> float | None:
     jobs, modules, points = stage.plain.jobs, stage.modules, trace.points
     n = len(points)
     program = _Program()
-    time = [program.variable() for _ in range(n + 1)]  # compute has done its waits at the point
+    # Compute has waited for the copies out at the point; for the copies back too.
+    released, time = [program.variable() for _ in range(n)], [program.variable() for _ in range(n + 1)]
     run = [program.variable(binary=True) for _ in modules]
     leave = [{p: program.variable(binary=True) for p in range(job.release, job.prefetch)} for job in jobs]
     back = [{p: program.variable(binary=True) for p in range(job.release + 1, job.prefetch + 1)} for job in jobs]
@@ -80,7 +81,10 @@ def integer_program(trace: StepTrace, budget: int) -> float | None:
         spent = [(-m.record.forward_ms, y) for m, y in zip(modules, run, strict=True) if m.run == i - 1]
         previous = [(-1.0, time[i - 1])] if i else []
         step = 0.0 if i == n else points[i].time_ms - (points[i - 1].time_ms if i else 0.0)
-        program.at_least([(1.0, time[i]), *previous, *spent], step)
+        reached = time[i] if i == n else released[i]
+        program.at_least([(1.0, reached), *previous, *spent], step)
+        if i < n:
+            program.at_least([(1.0, time[i]), (-1.0, released[i])], 0.0)
     swapped = [[(1.0, v) for v in leaves.values()] for leaves in leave]  # sums to 1 when swapped
     for j, job in enumerate(jobs):
         x = swapped[j]
@@ -89,7 +93,8 @@ def integer_program(trace: StepTrace, budget: int) -> float | None:
         order = [*((float(p), v) for p, v in back[j].items()), *((-float(p), v) for p, v in leave[j].items())]
         program.at_least([*order, *((-c, v) for c, v in x)], 0.0)
         cost = [(-out_ms[j], v) for _, v in x]
-        program.at_least([(1.0, out_end[j]), (-1.0, time[job.saved]), *cost], 0.0)
+        again = [(-m.record.forward_ms, y) for m, y in zip(modules, run, strict=True) if m.run == job.saved]
+        program.at_least([(1.0, out_end[j]), (-1.0, time[job.saved]), *cost, *again], 0.0)  # saved after a recompute
         for k, other in enumerate(jobs):
             if (other.saved, k) < (job.saved, j):  # the lane out: in the order of the saves
                 program.at_least([(1.0, out_end[j]), (-1.0, out_end[k]), *cost], 0.0)
@@ -98,9 +103,9 @@ def integer_program(trace: StepTrace, budget: int) -> float | None:
                 program.at_least([(1.0, in_end[j]), (-1.0, in_end[k]), (big, first)], in_ms[j])
                 program.at_least([(1.0, in_end[k]), (-1.0, in_end[j]), (-big, first)], in_ms[k] - big)
         for p, v in leave[j].items():
-            program.at_least([(1.0, time[p]), (-1.0, out_end[j]), (-big, v)], -big)
+            program.at_least([(1.0, released[p]), (-1.0, out_end[j]), (-big, v)], -big)
         for p, v in back[j].items():
-            program.at_least([(1.0, in_end[j]), (-1.0, time[p]), (-big, v)], in_ms[j] - big)
+            program.at_least([(1.0, in_end[j]), (-1.0, released[p]), (-big, v)], in_ms[j] - big)
         program.at_least([(1.0, time[job.read]), (-1.0, in_end[j]), *((-big, v) for _, v in x)], -big)
         for m, y in zip(modules, run, strict=True):
             if job.record in m.frees:

@@ -36,7 +36,7 @@ class Blocks:
     def call(self, name, function, *args, **kwargs):
         if self.manager is None:
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, keeps_outputs=name == "layer")
+        return self.manager.calls.call(name, function, args, kwargs, keeps_outputs=name == "layer")
 
     def norm(self, hidden):
         return torch.nn.functional.layer_norm(hidden, (WIDTH,))
@@ -226,7 +226,7 @@ def test_generators_of_a_framework(sim):
             return super().get()
 
     model, manager = Blocks(), new_manager(sim)
-    manager.random = Counted()
+    manager.calls.random = Counted()
     plan = plan_of(model.step(manager, record=True).trace, "mlp")
     model.step(manager, plan)
     assert Counted.gets == 2 * LAYERS  # at its forward, and what there is when it runs again

@@ -1,7 +1,8 @@
 """Plans for recorded steps, as text: a change of plan is a visible diff. Rewrite with ``python test_golden_plans.py``.
 
-The recorded ones are real runs of ``scripts/pretrain_gpt_sim.sh`` (4 layers; 1 rank, PP 4, PP 2 with VPP), with a link
-so slow that it matters. ``long_synthetic`` has the sizes of 4 layers at 32768 tokens; no run recorded it.
+The steps are real runs of Megatron on the simulated device (record_traces.py): one rank without and with records of
+modules, PP 4, PP 2 with VPP, experts over two ranks, and 32768 tokens. Its copies are instant, so the link is made so
+slow that it matters.
 """
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ def load(name: str) -> StepTrace:
 
 def text_of(name: str) -> str:
     trace = load(name)
-    if "synthetic" not in name:  # a step carries half of what could be swapped
-        rate = sum(record.nbytes for record in trace.saved if record.movable) / trace.step_ms / 2
-        trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = rate
-        trace.d2h_both_bytes_per_ms = trace.h2d_both_bytes_per_ms = 0.85 * rate
+    # A step carries half of what could be swapped.
+    rate = sum(record.nbytes for record in trace.saved if record.movable) / trace.step_ms / 2
+    trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = rate
+    trace.d2h_both_bytes_per_ms = trace.h2d_both_bytes_per_ms = 0.85 * rate
     lines = []
     for verbs in (KEEP_SWAP, ALL_VERBS):
         low, high = floor(trace, verbs).reachable_bytes, max(memory_curve(trace, ()))
@@ -41,6 +42,20 @@ def text_of(name: str) -> str:
             lines += [f"{tuple(s.key)} away {tuple(s.release)} .. {tuple(s.prefetch)}" for s in plan.swaps]
             lines += [f"{tuple(r.key)} again, {r.nbytes} bytes" for r in plan.recomputes]
     return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [
+        ("one_rank", "pipeline_model_parallel_size=1"),
+        ("pp4_last", "pipeline_model_parallel_size=4"),
+        ("vpp_first", "virtual_pipeline_model_parallel_size=2"),
+        ("experts", "num_experts=4"),
+        ("long_32k", "seq_length=32768"),
+    ],
+)
+def test_every_kind_of_run_is_there(name: str, of: str) -> None:
+    assert of in load(name).model
 
 
 @pytest.mark.parametrize("name", NAMES)

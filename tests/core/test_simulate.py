@@ -134,5 +134,5 @@ def test_a_plan_of_another_trace_is_refused_by_its_first_difference() -> None:
             simulate(trace, Plan("toy", 0, (swap,)))
     with pytest.raises(ValueError, match="twice"):
         simulate(trace, Plan("toy", 0, (good, good)))
-    with pytest.raises(ValueError, match="model 'other'"):
+    with pytest.raises(ValueError, match="another model: .other., the trace is .toy."):
         simulate(trace, Plan("other", 0))

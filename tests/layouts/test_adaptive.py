@@ -51,12 +51,14 @@ def test_ten_budgets(trainer: Trainer) -> None:
 
 def test_plan_of_a_file_is_run_at_once(trainer: Trainer, tmp_path) -> None:
     layout = LAYOUTS["one"]
-    file, caps = str(tmp_path / "plan.json"), trainer.caps(layout, layout.dtype)
+    file, cache, caps = str(tmp_path / "plan.json"), str(tmp_path / "cache"), trainer.caps(layout, layout.dtype)
     plain = trainer.plain(layout, layout.dtype)
     slow = {"MINDSPEED_SWAP_SIM_LINK_GBPS": SLOW_LINK_GBPS}
-    trainer.train(layout, layout.dtype, ADAPTIVE, "--swap-plan-save", file, "--exit-interval", "8", caps=caps, **slow)
+    kept = ("--swap-plan-save", file, "--swap-plan-cache", cache, "--exit-interval", "8")
+    trainer.train(layout, layout.dtype, ADAPTIVE, *kept, caps=caps, **slow)
     (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"].values()
     assert plan["recomputes"]
-    run = trainer.train(layout, layout.dtype, ADAPTIVE, "--swap-plan", file, caps=caps, **slow)
-    assert run.digests() == plain.digests()
-    assert "no search" in run.output and "SearchPolicy" not in run.output
+    for flags in (("--swap-plan", file), ("--swap-plan-cache", cache)):
+        run = trainer.train(layout, layout.dtype, ADAPTIVE, *flags, caps=caps, **slow)
+        assert run.digests() == plain.digests()
+        assert "no search" in run.output and "SearchPolicy" not in run.output

@@ -26,11 +26,20 @@ def folder(tmp_path: Path) -> Path:
 def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["what-if", str(folder), "--budgets", "1MiB", "4MiB", "1GiB"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"floor of keep\|swap: [\d.]+ MiB, reached in phase [FBO]", out)
+    assert re.search(r"floor of keep\|swap: [\d.]+ MiB; no plan below [\d.]+ MiB, reached in phase [FBO]", out)
     rows = out.splitlines()[-3:]
     assert rows[0].startswith("1.0 GiB") and rows[0].endswith("(none needed)")
     assert "--smart-swap  # MINDSPEED_SWAP_DEVICE_CAPACITY=" in rows[1]
     assert rows[2].startswith("1.0 MiB") and rows[2].endswith("(below the floor)")
+
+
+def test_ranks_of_different_models_are_refused_by_the_first_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "rank1" / "step_trace.json"
+    file.write_text(file.read_text().replace("seq_length=128", "seq_length=256"))
+    assert main(["what-if", str(folder)]) != 0
+    assert "rank1/step_trace.json: of another model: seq_length=256, " in capsys.readouterr().err
 
 
 def test_without_budgets_a_curve_from_the_floor_to_the_plain_peak(
