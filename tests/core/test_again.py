@@ -285,7 +285,7 @@ def test_call_that_must_not_run_again_is_recorded_and_never_run(sim):
         def call(self, name, function, *args, **kwargs):
             if self.manager is None:
                 return function(*args, **kwargs)
-            return self.manager.call(name, function, args, kwargs, once=name == "mlp")
+            return self.manager.calls.call(name, function, args, kwargs, once=name == "mlp")
 
     model, manager = Once(2), new_manager(sim)
     trace = model.step(manager, record=True).trace
