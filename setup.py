@@ -21,7 +21,7 @@ setup(
     # site-packages. `patches` is installed inside our package.
     packages=[*find_packages(include=["mindspeed_swap", "mindspeed_swap.*"]), "mindspeed_swap.patches"],
     package_dir={"mindspeed_swap.patches": "patches"},
-    package_data={"mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "report/*.css"]},
+    package_data={"mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "csrc/smart_swap/*", "report/*.css"]},
     install_requires=[
         "torch>=2.6",  # Megatron's own bound
         "ninja",  # torch builds C++ sources with it; a small wheel, no compiler

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_swap import hooks
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
@@ -68,6 +69,7 @@ class Runtime:
 
     def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
+        hooks.connect(self.manager)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
@@ -248,6 +250,7 @@ class Runtime:
         if self.fine:
             self.fine.close()
         if self.smart_swap:
+            hooks.disconnect()
             self._guard.close()
             self.manager.close()
         self.pool.close()

@@ -15,6 +15,7 @@ from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
 from mindspeed_swap.virtual_optimizer.amount import MODES
 
+_OURS = "--swap-host-memory"  # a flag that nobody else has
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
 
@@ -33,6 +34,8 @@ def _target(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    if _OURS in parser._option_string_actions:
+        return parser  # MindSpeed's feature manager and Megatron ask for them for the same parser
     group = parser.add_argument_group("mindspeed_swap", "memory hierarchy: host memory behind device memory")
     group.add_argument(
         "--smart-swap", action="store_true",
@@ -123,6 +126,21 @@ def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
+def activate(args: argparse.Namespace) -> None:
+    """Megatron's arguments are complete: start what they ask for. Once; later calls do nothing. Raises SettingError."""
+    runtime = sys.modules.get("mindspeed_swap.runtime")
+    if runtime is not None and runtime.started():
+        return
+    options = Options.from_args(args)
+    if options.any:
+        check(args)  # again: what the script gave as defaults is known by now
+        for text in compat.untested(args):
+            say(text)
+        from mindspeed_swap import megatron_adaptor
+
+        megatron_adaptor.activate(options)
+
+
 def _validate_args(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -131,14 +149,7 @@ def _validate_args(original: Any) -> Any:
             return original(args, *rest, **kwargs)
         check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
         result = original(args, *rest, **kwargs)
-        options = Options.from_args(args)
-        if options.any:
-            check(args)  # again: what the script gave as defaults is known by now
-            for text in compat.untested(args):
-                say(text)
-            from mindspeed_swap import megatron_adaptor
-
-            megatron_adaptor.activate(options)
+        activate(args)
         if CAPACITY in os.environ:
             from mindspeed_swap.core.accelerator import cap_device
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
 from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.module_calls import ModuleCalls
@@ -191,6 +191,11 @@ class SwapManager:
             yield
         finally:
             scope.stays, scope.layer = False, OUTSIDE
+
+    def operator_ran(self, name: str, before: Event, after: Event) -> None:
+        """A custom operator, between two events of the compute stream."""
+        if (recorder := self._mover.recorder) is not None:
+            recorder.operator(name, before, after)
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
