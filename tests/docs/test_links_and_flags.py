@@ -17,8 +17,8 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"MINDSPEED_SWAP_[A-Z_]+")
 MOST_PICTURE_BYTES = 150 << 10
 MOST_TRACE_BYTES = 5 << 20
-# Linked, and written when their measurements are made.
-LATER = {"docs/benchmarks.md", "docs/ascend.md", "docs/ascend.zh-CN.md", "docs/from_mindspeed.md"}
+# Linked, and written when its measurements have been made.
+LATER = {"docs/benchmarks.md"}
 # Of tools that are not ours: pip, MindFormers' launcher, MindSpeed, git.
 OTHERS = {"--config", "--run_mode", "--use_parallel", "--use", "--run"}
 PAIRS = sorted(p for p in ROOT.glob("**/*.zh-CN.md") if p.parent in (ROOT, ROOT / "docs"))
@@ -136,7 +136,7 @@ def test_settings_in_the_documentation_exist():
 @each_page
 def test_nothing_of_one_machine(path):
     text = path.read_text(encoding="utf-8")
-    assert re.findall(r"(?<![\w.])/(?:tmp|root|home/\w+|work|mnt|data\d*|Users)/\S*", text) == []
+    assert re.findall(r"(?<![\w.])/(?:tmp|root|home/(?!xxx)\w+|work|mnt|data\d*|Users)/\S*", text) == []
     assert max(map(len, text.splitlines())) < 1000
 
 
