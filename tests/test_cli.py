@@ -1,4 +1,5 @@
 """The console entry: what --version says, and that it costs no import of torch."""
+import os
 import subprocess
 import sys
 
@@ -37,3 +38,16 @@ def test_unknown_argument_is_an_error(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--nonsense"])
     assert end.value.code == 2 and "--nonsense" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    """``mindspeed-swap ops DIR | head``: no traceback."""
+    code = (
+        "import mindspeed_swap.cli as cli\n"
+        "cli._ops = lambda args: print('x' * 10_000_000) or 0\n"
+        "raise SystemExit(cli.main(['ops', 'anything']))"
+    )
+    command = f'"{sys.executable}" -c "$CODE" | head -c 5'
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env=os.environ | {"CODE": code},
+                          capture_output=True, text=True, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "xxxxx" and not done.stderr
