@@ -21,10 +21,11 @@ setup(
     # site-packages. `patches` is installed inside our package.
     packages=[*find_packages(include=["mindspeed_swap", "mindspeed_swap.*"]), "mindspeed_swap.patches"],
     package_dir={"mindspeed_swap.patches": "patches"},
-    package_data={"mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "report/*.css"]},
+    package_data={"mindspeed_swap": ["py.typed", "csrc/*.cpp", "csrc/*.h", "csrc/smart_swap/*", "report/*.css"]},
     install_requires=[
         "torch>=2.6",  # Megatron's own bound
         "ninja",  # torch builds C++ sources with it; a small wheel, no compiler
+        "pyyaml>=6",  # --swap-config
     ],
     extras_require={
         # 0.17 is the first whose wheel has megatron.training; psutil is what its checkpoint writer imports.

@@ -56,6 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
     what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")
     what_if.set_defaults(run=_what_if)
+    ops = commands.add_parser("ops", help="the names that a file for --swap-config can use, by layer, with bytes")
+    ops.add_argument("path", metavar="DIR|TRACE", help="what --swap-report-dir named, or a step_trace.json")
+    ops.set_defaults(run=_ops)
+    hooks = commands.add_parser("build-hooks", help="libsmart_swap.so for custom C++ operators (NPUSwapManager.h)")
+    hooks.set_defaults(run=_build_hooks)
+    test = commands.add_parser("selftest", help="what training relies on, tried on a device; PASS or the first failure")
+    test.add_argument("--device", required=True, choices=("npu", "cuda", "sim"))
+    test.set_defaults(run=_selftest)
     return parser
 
 
@@ -69,6 +77,37 @@ def _what_if(args: argparse.Namespace) -> int:
     from mindspeed_swap.report.what_if import what_if
 
     return what_if(args.path, args.budgets, args.host_memory, args.picture)
+
+
+def _ops(args: argparse.Namespace) -> int:
+    from mindspeed_swap.fine_grained.list_operators import list_operators
+
+    return list_operators(args.path)
+
+
+def _build_hooks(args: argparse.Namespace) -> int:
+    from mindspeed_swap.hooks import build_hooks, include_paths
+    from mindspeed_swap.npu_versions import import_torch
+
+    import_torch()
+    library = build_hooks()
+    print(f"built {library}\ncompile operators with  -I{include_paths()[0]}")
+    print(f"link them with          -L{library.parent} -lsmart_swap")
+    print(f"and train with          LD_LIBRARY_PATH={library.parent}:$LD_LIBRARY_PATH")
+    return 0
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    print(f"{versions()}\n")
+    if args.device == "npu":
+        # Where torch_npu cannot be loaded, torch cannot either if it is to load it; asked for below, it says why.
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    from mindspeed_swap.npu_versions import import_torch
+
+    import_torch()
+    from mindspeed_swap.selftest import selftest
+
+    return selftest(args.device)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,13 @@ import os
 import sys
 from importlib.util import find_spec
 
-from mindspeed_swap.errors import SettingError
-from mindspeed_swap.options import Options
-from mindspeed_swap.patches.registry import Installed, check_version
+from mindspeed_swap.npu_versions import import_torch
+
+import_torch()  # first, for its message
+
+from mindspeed_swap.errors import SettingError  # noqa: E402
+from mindspeed_swap.options import Options  # noqa: E402
+from mindspeed_swap.patches.registry import Installed, check_version  # noqa: E402
 
 # Of before, if this module is reloaded: patches must not go on top of themselves.
 _parser: Installed = globals().get("_parser") or Installed()
@@ -37,10 +41,11 @@ def install() -> None:
             "checkout on PYTHONPATH"
         )
     check_version()
-    from mindspeed_swap.patches import arguments
+    from mindspeed_swap.patches import arguments, mindspeed_features
 
     _parser.remove()
     _parser.install(arguments.PATCHES)
+    mindspeed_features.take_over(arguments.add_arguments, arguments.activate)
 
 
 def activate(options: Options) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.fine_grained.schema import SwapConfig, read_swap_config
 from mindspeed_swap.log import say, speak
 from mindspeed_swap.smart_swap.knobs import KNOBS
 from mindspeed_swap.smart_swap.policy import Policy
@@ -28,16 +29,18 @@ class Options:
     plan_file: str | None = None
     plan_save: str | None = None
     adaptive: bool = False
+    plan_cache: str | None = None
+    swap_config: SwapConfig | None = None
 
     @property
     def plans(self) -> bool:
         """True if a step is recorded and planned."""
-        return self.smart_swap or self.adaptive
+        return self.smart_swap or self.adaptive or self.swap_config is not None
 
     @property
     def names_modules(self) -> bool:
         """True if the plan may speak of modules."""
-        return self.adaptive
+        return self.adaptive or self.swap_config is not None
 
     @property
     def any(self) -> bool:
@@ -50,6 +53,7 @@ class Options:
         on = {
             "--smart-swap": self.smart_swap,
             "--adaptive-memory-optimization": self.adaptive,
+            "--swap-config": self.swap_config is not None,
             "--virtual-optimizer": self.virtual_optimizer is not None,
         }
         return ", ".join(flag for flag, is_on in on.items() if is_on)
@@ -71,9 +75,13 @@ class Options:
                 save = save or str(Path(folder) / "plan.{rank}.json")
         if args.adaptive_memory_optimization:
             policy = _adaptive_policy(args.swap_memory_target)
+        config = None
+        if args.swap_config is not None:
+            policy, config = Policy(listed=True), _swap_config(args)
         return cls(
             args.smart_swap, args.swap_host_memory, report, model, layout, virtual_options(args), policy,
             args.swap_plan, save, args.adaptive_memory_optimization,
+            args.swap_plan_cache, config,
         )  # fmt: skip
 
 
@@ -91,12 +99,23 @@ def _policy(path: str | None, target_gib: float | None) -> tuple[Policy, Mapping
     return policy, settings
 
 
+def _swap_config(args: argparse.Namespace) -> SwapConfig:
+    """Raises SettingError."""
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    chunks = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    sequence = bool(getattr(args, "sequence_parallel", False))
+    config = read_swap_config(args.swap_config, args.num_layers, stages, chunks, sequence)
+    for note in config.notes:
+        say(f"swap-config: {note}")
+    return config
+
+
 def _adaptive_policy(target_gib: float | None) -> Policy:
     """Raises SettingError."""
     if target_gib == 0:
         raise SettingError(
-            "--swap-memory-target 0 moves all that --smart-swap can move; --adaptive-memory-optimization needs the peak "
-            "that a step may have, such as 30"
+            "--swap-memory-target 0 moves all that --smart-swap can move; --adaptive-memory-optimization needs the "
+            "peak that a step may have, such as 30"
         )
     policy = Policy(recomputes=True)
     if target_gib is not None:

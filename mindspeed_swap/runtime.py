@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mindspeed_swap import hooks
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
+from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
@@ -25,14 +28,17 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.fine_grained.front_end import FineGrained
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
+from mindspeed_swap.smart_swap.plan_cache import PlanCache
 from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
-from mindspeed_swap.units import format_bytes
+from mindspeed_swap.units import MIB, format_bytes
+from mindspeed_swap.version import __version__
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
@@ -47,6 +53,8 @@ class Runtime:
     # Of the features that plan. Without one nothing patched reaches them.
     manager: SwapManager
     shapes: Shapes | None = None
+    fine: FineGrained | None = None
+    _cache: PlanCache | None = None
 
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
@@ -61,15 +69,26 @@ class Runtime:
 
     def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
+        hooks.connect(self.manager)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
         capacity = self._accelerator.memory().capacity_bytes
-        self.shapes = Shapes(capacity, self._options.policy, _loaded_plans(self._options))
+        if self._options.swap_config is not None:
+            self.fine = FineGrained(self._options.swap_config, rank())
+        plans, self._failed = _loaded_plans(self._options), set[str]()
+        if self._options.plan_cache:
+            self._cache = PlanCache(self._options.plan_cache, self._cache_key(capacity), rank())
+            plans, self._failed = self._cache.load(self._options.model)
+        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed)
+        self.shapes = Shapes(capacity, self._options.policy, plans, search)
         self._models: list[Any] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self._in_optimizer = False
+        if self._options.adaptive and self._accelerator.name != "sim":
+            index = int(os.environ.get("LOCAL_RANK", "0"))
+            say(f"{self._options.policy.feature}: {bind_cpu(self._accelerator.name, index)}", every_rank=True)
 
     @property
     def smart_swap(self) -> SmartSwap | None:
@@ -145,13 +164,12 @@ class Runtime:
         return self.manager.layer(number)
 
     def call(
-        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        *, keeps_outputs: bool = False,
-    ) -> Any:  # fmt: skip
-        """A module that may be recomputed."""
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: bool
+    ) -> Any:
+        """A module that may be recomputed. ``how``: as the manager's."""
         if not (self.in_step and self.names_modules):
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, keeps_outputs=keeps_outputs)
+        return self.manager.calls.call(name, function, args, kwargs, **how)
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""
@@ -176,11 +194,23 @@ class Runtime:
         return self._virtual
 
     # ---- the rest
+    def _cache_key(self, capacity_bytes: int) -> dict[str, object]:
+        return {
+            "model": self._options.model,
+            "policy": self._options.policy,
+            "device": self._accelerator.name,
+            "capacity_mib": capacity_bytes // MIB,
+            "torch": torch.__version__,
+            "release": __version__,
+        }
+
     def _save_plans(self) -> None:
-        if self._options.plan_save is None or self.shapes is None or not (plans := self.shapes.stable_plans()):
-            return
+        plans = self.shapes.stable_plans() if self.shapes else {}
         try:
-            save_plans(_rank_file(self._options.plan_save), rank(), plans)
+            if self._options.plan_save is not None and plans:
+                save_plans(_rank_file(self._options.plan_save), rank(), plans)
+            if self._cache is not None:
+                self._cache.save(plans, self._failed)
         except OSError as error:
             say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
 
@@ -217,7 +247,10 @@ class Runtime:
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
+        if self.fine:
+            self.fine.close()
         if self.smart_swap:
+            hooks.disconnect()
             self._guard.close()
             self.manager.close()
         self.pool.close()
@@ -289,9 +322,11 @@ def get() -> Runtime:
     return _runtime
 
 
-def call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: bool
+) -> Any:
     """As the method; without a running instance it is the plain call."""
-    return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs)
+    return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs, **how)
 
 
 def _on_terminate(number: int, frame: Any) -> None:

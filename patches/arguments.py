@@ -15,6 +15,7 @@ from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch
 from mindspeed_swap.virtual_optimizer.amount import MODES
 
+_OURS = "--swap-host-memory"  # a flag that nobody else has
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
 
@@ -33,6 +34,8 @@ def _target(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    if _OURS in parser._option_string_actions:
+        return parser  # MindSpeed's feature manager and Megatron ask for them for the same parser
     group = parser.add_argument_group("mindspeed_swap", "memory hierarchy: host memory behind device memory")
     group.add_argument(
         "--smart-swap", action="store_true",
@@ -41,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--adaptive-memory-optimization", action="store_true",
         help="Keep, swap or recompute, chosen per module and tensor by what was measured; fills the device.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-config", default=None, metavar="FILE",
+        help="YAML file that lists which layers and operators are swapped or recomputed (swap_config).",
     )  # fmt: skip
     group.add_argument(
         "--swap-policy-config", default=None, metavar="FILE",
@@ -57,6 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--swap-plan", default=None, metavar="FILE",
         help="both: run the plan saved there and skip the search.",
+    )  # fmt: skip
+    group.add_argument(
+        "--swap-plan-cache", default=None, metavar="DIR",
+        help="both: keep found plans there, by model, layout, device and versions, and skip the search where one fits.",
     )  # fmt: skip
     group.add_argument(
         "--virtual-optimizer", nargs="+", default=None, metavar="GB",
@@ -85,11 +96,14 @@ def check(args: argparse.Namespace) -> None:
     """Combinations that cannot work. Raises SettingError naming both flags and the remedy."""
     found = compat.errors(args)
     features = ["--smart-swap", "--adaptive-memory-optimization"]
-    for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan"):
+    for name in ("swap_policy_config", "swap_memory_target", "swap_plan_save", "swap_plan", "swap_plan_cache"):
         of = features[:1] if name == "swap_policy_config" else features
         if getattr(args, name, None) is not None and not any(compat.is_on(args, flag) for flag in of):
             are_off = "which is off" if len(of) == 1 else "which are off"
-            found.append(f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}, {are_off}: add {' or '.join(of)}")
+            setting = f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}"
+            found.append(f"{setting}, {are_off}: add {' or '.join(of)}")
+    if getattr(args, "swap_plan", None) and getattr(args, "swap_plan_cache", None):
+        found.append("--swap-plan and --swap-plan-cache both say which plan to run: give one")
     if found:
         raise SettingError("\n".join(found))
 
@@ -112,6 +126,21 @@ def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.Argument
     return parser
 
 
+def activate(args: argparse.Namespace) -> None:
+    """Megatron's arguments are complete: start what they ask for. Once; later calls do nothing. Raises SettingError."""
+    runtime = sys.modules.get("mindspeed_swap.runtime")
+    if runtime is not None and runtime.started():
+        return
+    options = Options.from_args(args)
+    if options.any:
+        check(args)  # again: what the script gave as defaults is known by now
+        for text in compat.untested(args):
+            say(text)
+        from mindspeed_swap import megatron_adaptor
+
+        megatron_adaptor.activate(options)
+
+
 def _validate_args(original: Any) -> Any:
     @functools.wraps(original)
     def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
@@ -120,14 +149,7 @@ def _validate_args(original: Any) -> Any:
             return original(args, *rest, **kwargs)
         check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
         result = original(args, *rest, **kwargs)
-        options = Options.from_args(args)
-        if options.any:
-            check(args)  # again: what the script gave as defaults is known by now
-            for text in compat.untested(args):
-                say(text)
-            from mindspeed_swap import megatron_adaptor
-
-            megatron_adaptor.activate(options)
+        activate(args)
         if CAPACITY in os.environ:
             from mindspeed_swap.core.accelerator import cap_device
 

@@ -49,6 +49,14 @@ def is_on(args: argparse.Namespace, flag: str) -> bool:
     return bool(_switch(flag)(args))
 
 
+def _mindspeed_memory(args: argparse.Namespace) -> str:
+    own_recompute = ("--adaptive-recompute-device-swap", "--recompute-in-bubble", "--recompute-in-advance")
+    for name in (*own_recompute, "--swap-attention"):
+        if found := _switch(name)(args):
+            return found
+    return ""
+
+
 def _recompute_selective(args: argparse.Namespace) -> str:
     if getattr(args, "recompute_activations", False):  # Megatron's older name; gone once it has validated arguments
         return "--recompute-activations"
@@ -112,23 +120,36 @@ OPTIMIZER_GRAPH = Feature("CUDA graph of the optimizer", _switch("--optimizer-cu
 OTHER_OPTIMIZER = Feature("other optimizers than Adam", _other_optimizer)
 
 SMART_SWAP = Feature("`--smart-swap`", _switch("--smart-swap"))
+ADAPTIVE = Feature("`--adaptive-memory-optimization`", _switch("--adaptive-memory-optimization"))
+# Of MindSpeed, where that is installed.
+MEMORY_FRAGMENTATION = Feature("MindSpeed: memory fragmentation", _switch("--memory-fragmentation"))
+MINDSPEED_MEMORY = Feature("MindSpeed: swap attention, other recompute", _mindspeed_memory)
 
 FEATURES = (
-    SMART_SWAP,
+    SMART_SWAP, ADAPTIVE,
     RECOMPUTE_SELECTIVE, RECOMPUTE_FULL, FINE_GRAINED_OFFLOAD, LAYER_OFFLOAD, OPTIMIZER_OFFLOAD, CUDA_GRAPHS,
     COMBINED_1F1B, FSDP, LOW_PRECISION, CONTEXT_PARALLEL, TRANSFORMER_ENGINE,
-    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER,
+    PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER, MEMORY_FRAGMENTATION, MINDSPEED_MEMORY,
 )  # fmt: skip
 
+_OTHER_ALLOCATOR = Refused("it replaces the allocator whose memory pressure is listened to")
+_MINDSPEED_OWN = Refused("both move or drop saved tensors")
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 
 _ITS_CHOICE_SELECTIVE = Refused(
-    "the feature decides what to recompute", "remove --recompute-granularity, --recompute-modules and --recompute-activations"
+    "the feature decides what to recompute",
+    "remove --recompute-granularity, --recompute-modules and --recompute-activations",
 )
 _ITS_CHOICE_FULL = Refused(
     "the feature decides what to recompute",
     "remove --recompute-granularity, --recompute-method and --recompute-num-layers",
 )
+
+_OWN_LIST = Refused("the file lists what is swapped, and that would choose for itself")
+_LISTED_SELECTIVE = Refused(
+    "the file says what is recomputed", "use select_recompute in its recompute_config"
+)
+_LISTED_FULL = Refused("the file says what is recomputed", "use recompute in its recompute_config")
 
 # A new flag of ours is a new row; of two of ours, the later row says in a Feature of its own how they go together. A
 # feature that a row does not name has nothing to do with that flag.
@@ -145,6 +166,8 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
     },
     "--adaptive-memory-optimization": {
         SMART_SWAP: Refused("it decides what to swap itself"),
@@ -159,6 +182,25 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
         TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
+    },
+    "--swap-config": {
+        SMART_SWAP: _OWN_LIST,
+        ADAPTIVE: _OWN_LIST,
+        RECOMPUTE_SELECTIVE: _LISTED_SELECTIVE,
+        RECOMPUTE_FULL: _LISTED_FULL,
+        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
+        LAYER_OFFLOAD: _SAME_TENSORS,
+        OPTIMIZER_OFFLOAD: Works(),
+        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
+        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
+        FSDP: NotTested(),
+        LOW_PRECISION: NotTested(),
+        CONTEXT_PARALLEL: NotTested(),
+        TRANSFORMER_ENGINE: NotTested(),
+        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
+        MINDSPEED_MEMORY: _MINDSPEED_OWN,
     },
     "--virtual-optimizer": {
         OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),

@@ -3,12 +3,13 @@
 Every submodule of a layer is one, by its name within the layer; the layer itself is ``layer``. The classes are patched
 as their first instances are met, the instances only carry the name: copies and pickles of a model stay what they were.
 
-A module that holds a router is none: the router's forward counts tokens and adds to logged losses, so that running it
-again would change the result. What is inside such a module, experts above all, is.
+A module that holds a router must not run again: the router's forward counts tokens and adds to logged losses, so that
+this would change the result. What is inside such a module, experts above all, may.
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 from mindspeed_swap import runtime
 from mindspeed_swap.patches.registry import Installed, Patch
 
-NAME = "_mindspeed_swap_name"
+NAME, ONCE, _RUNS = "_mindspeed_swap_name", "_mindspeed_swap_once", "_mindspeed_swap_runs"
 LAYER = "layer"
 _ROUTER = "router"
 _ACTIVATION = "mlp.activation_func"
@@ -37,22 +38,40 @@ def name_modules(layer: nn.Module) -> None:
     if NAME in vars(layer) or _installed is None:
         return
     for name, module in layer.named_modules():
-        if any(part.split(".")[-1] == _ROUTER for part, _ in module.named_modules()) or _ROUTER in name.split("."):
-            continue
         vars(module)[NAME] = name or LAYER
+        vars(module)[ONCE] = _ROUTER in name.split(".") or any(
+            part.split(".")[-1] == _ROUTER for part, _ in module.named_modules()
+        )
         if name and type(module) not in _classes:
             _classes.add(type(module))
             _installed.wrap(type(module), "forward", _forward)
-    vars(layer).setdefault(NAME, "")
+
+
+def layer_names(models: Iterable[nn.Module]) -> list[dict[int, list[str]]]:
+    """Of each model chunk: its layers, counted from 0 over the whole model, and the names of the modules in them."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return [
+        {
+            layer.layer_number - 1: [name for name, _ in layer.named_modules() if name]
+            for layer in model.modules()
+            if isinstance(layer, TransformerLayer)
+        }
+        for model in models
+    ]
 
 
 def _forward(original: Any) -> Any:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        name = vars(self).get(NAME)
-        if not name:
+        own = vars(self)
+        if NAME not in own or own.get(_RUNS):  # a forward that calls that of its base class is one call
             return original(self, *args, **kwargs)
-        return runtime.call(name, original, (self, *args), kwargs)
+        own[_RUNS] = True
+        try:
+            return runtime.call(own[NAME], original, (self, *args), kwargs, once=own[ONCE])
+        finally:
+            own[_RUNS] = False
 
     return forward
 

@@ -1,6 +1,8 @@
 """What Megatron draws random numbers from: PyTorch's generators and those of its tracker."""
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,3 +25,16 @@ class MegatronRandomState(RandomState):
         torch.set_rng_state(cpu)
         torch.cuda.set_rng_state(device)
         get_cuda_rng_tracker().set_states(tracked)
+
+    @contextmanager
+    def restored(self, state: Any) -> Iterator[None]:
+        from megatron.core import utils
+
+        open_ranges = getattr(utils, "_nvtx_range_messages", [])
+        before = len(open_ranges)
+        try:
+            with super().restored(state):
+                yield
+        finally:
+            while len(open_ranges) > before:  # a forward that was stopped has left its profiler ranges open
+                utils.nvtx_range_pop()

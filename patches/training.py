@@ -7,11 +7,13 @@ from typing import Any
 
 from mindspeed_swap import runtime
 from mindspeed_swap.log import speak_for_stage
+from mindspeed_swap.patches.modules import layer_names
 from mindspeed_swap.patches.random_state import MegatronRandomState
 from mindspeed_swap.patches.registry import Patch
 
 
 def _train_step(original: Any) -> Any:
+    from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     signature = inspect.signature(original)
@@ -20,9 +22,12 @@ def _train_step(original: Any) -> Any:
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         once()
-        runtime.get().manager.random = random
+        runtime.get().manager.calls.random = random
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
+        fine = runtime.get().fine
+        if fine is not None and fine.parts is None:
+            fine.meet(layer_names(models), parallel_state.get_pipeline_model_parallel_rank())
         with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
             return original(*args, **kwargs)
 

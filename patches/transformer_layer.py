@@ -18,9 +18,8 @@ def _forward(original: Any) -> Any:
             if not running.names_modules:
                 return original(self, *args, **kwargs)
             modules.name_modules(self)
-            if not vars(self)[modules.NAME]:
-                return original(self, *args, **kwargs)
-            return running.call(modules.LAYER, original, (self, *args), kwargs, keeps_outputs=True)
+            once = vars(self).get(modules.ONCE, False)
+            return running.call(modules.LAYER, original, (self, *args), kwargs, keeps_outputs=True, once=once)
 
     return forward
 

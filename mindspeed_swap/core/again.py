@@ -5,15 +5,20 @@ A recomputed call runs its forward once, with its graph, as without us. Of the t
 its outputs, when others save them) only the names are kept, and its inputs. When backward first wants one of them the
 forward runs again on the same inputs, under the same random state; what it then saves is the same, in the same order,
 and takes the places of what was given up. That second graph is dropped at once, so gradients are summed in the order in
-which they are without recompute, which a checkpoint that runs backward inside backward does not promise. It stops as
-soon as all is there: the last matrix product of a layer is seldom run again.
+which they are without recompute, which a checkpoint that runs backward inside backward does not promise.
+
+Note: [Where it stops]
+It stops where a module inside is called and nothing more is wanted than what that module is given: the last matrix
+product of a layer is not run again. Elsewhere it must not be interrupted: an autograd Function that saves for backward,
+stopped in the middle, leaks what it was saving. Attributes that modules were in the middle of setting are put back.
 """
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor
 from mindspeed_swap.core.trace import ModuleKey
 
 Packed = Handle | Passed
+Identity = tuple[int, int]
 
 
 class RandomState:
@@ -53,6 +59,20 @@ class _Enough(Exception):
     """Ends a forward of which nothing more is wanted."""
 
 
+@contextmanager
+def may_stop(args: Sequence[Any]) -> Iterator[None]:
+    """Around a call in a forward that may end before it does: modules in ``args`` then are as they were."""
+    modules = [(arg, dict(vars(arg))) for arg in args if isinstance(arg, torch.nn.Module)]
+    try:
+        yield
+    except _Enough:
+        for module, before in modules:
+            for name in vars(module).keys() - before.keys():
+                del vars(module)[name]
+            vars(module).update(before)
+        raise
+
+
 class Call:
     """One forward call of a module that is recomputed. Saves are numbered in the order of that forward."""
 
@@ -71,24 +91,49 @@ class Call:
         self._function = function
         self._random, self._random_state = random, random.get()
         self._autocast = _autocast(next((x for x in leaves if isinstance(x, torch.Tensor)), None))
-        self._saves = 0
+        self._saves = self._entries = 0
+        self._inside: list[tuple[int, list[Identity]]] = []  # modules that run inside: number, what they were given
         # Serials of saved tensors: they own the call, not the other way round.
-        self.by_save: dict[int, int] = {}
-        self.by_output: dict[int, int] = {}
+        self._by_save: dict[int, int] = {}
+        self._by_input: dict[tuple[int, int], int] = {}
+        self._by_output: dict[int, int] = {}
         self.lock = threading.RLock()  # two threads of autograd may want the same call
 
     def next_save(self) -> int:
         self._saves += 1
         return self._saves - 1
 
+    @contextmanager
+    def module(self, arguments: tuple[Any, Any]) -> Iterator[None]:
+        """A module is called inside, in the first forward."""
+        given = [(tensor.untyped_storage()._cdata, tensor._version) for tensor in tensors(arguments)]
+        self._inside.append((self._entries, given))
+        self._entries += 1
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+    def drops(self, saved: SavedTensor, number: int) -> None:
+        """``saved`` is given up: save ``number`` of the first forward."""
+        if self._inside and saved.identity in self._inside[-1][1]:
+            entry, given = self._inside[-1]
+            self._by_input[entry, given.index(saved.identity)] = saved.serial
+        else:
+            self._by_save[number] = saved.serial
+
+    def drops_output(self, saved: SavedTensor, index: int) -> None:
+        self._by_output[index] = saved.serial
+
     def run(
         self,
         unpack: Callable[[Packed], torch.Tensor],
         find: Callable[[int], SavedTensor | None],
         give: Callable[[SavedTensor, torch.Tensor], None],
+        watch: Callable[[Callable[[tuple[Any, Any]], None]], AbstractContextManager[None]],
     ) -> None:
-        """Hands every tensor that is still wanted, which ``find`` tells by its serial, to ``give``. Raises RuntimeError
-        if the forward differs from the first time."""
+        """Hands every tensor that is still wanted, which ``find`` tells by its serial, to ``give``. ``watch`` has a
+        function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
         leaves = []
         for leaf in self._leaves:
             if isinstance(leaf, tuple):
@@ -99,36 +144,39 @@ class Call:
                 leaf = tensor
             leaves.append(leaf)
         args, kwargs = tree_unflatten(leaves, self._spec)
-        wanted = {number: saved for number, serial in self.by_save.items() if (saved := find(serial))}
-        given = {number: saved for number, serial in self.by_output.items() if (saved := find(serial))}
-        number = -1
+        by_save, by_input, by_output = (
+            {place: saved for place, serial in places.items() if (saved := find(serial))}
+            for places in (self._by_save, self._by_input, self._by_output)
+        )
+        saves, entries = count(), count()
+
+        def settle(saved: SavedTensor | None, tensor: torch.Tensor) -> None:
+            if saved is None:
+                return
+            if tensor.untyped_storage().nbytes() != saved.nbytes:
+                raise RuntimeError(self._differs())
+            give(saved, tensor.detach())
 
         def pack(tensor: torch.Tensor) -> None:
-            nonlocal number
-            number += 1
-            saved = wanted.pop(number, None)
-            if saved is not None:
-                self._check(saved, tensor)
-                give(saved, tensor.detach())
-            if not wanted and not given:
+            settle(by_save.pop(next(saves), None), tensor)
+
+        def enter(arguments: tuple[Any, Any]) -> None:
+            entry = next(entries)
+            for index, tensor in enumerate(tensors(arguments)) if by_input else ():
+                settle(by_input.pop((entry, index), None), tensor)
+            if not (by_save or by_input or by_output):
                 raise _Enough
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
-        with self._random.restored(self._random_state), self._autocast(), torch.enable_grad(), hooks:
+        with self._random.restored(self._random_state), self._autocast(), torch.enable_grad(), hooks, watch(enter):
             try:
-                outputs = tensors(self._function(*args, **kwargs))
+                with may_stop(args):
+                    outputs = tensors(self._function(*args, **kwargs))
             except _Enough:
                 return
         for index, output in enumerate(outputs):
-            saved = given.pop(index, None)
-            if saved is not None:
-                self._check(saved, output)
-                give(saved, output.detach())
-        if wanted or given:
-            raise RuntimeError(self._differs())
-
-    def _check(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
-        if tensor.untyped_storage().nbytes() != saved.nbytes:
+            settle(by_output.pop(index, None), output)
+        if by_save or by_input or by_output:
             raise RuntimeError(self._differs())
 
     def _differs(self) -> str:
@@ -143,14 +191,14 @@ class Produced:
     """Outputs of recomputed calls, as long as anybody has them: what saves one need not keep it."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], Call, int]] = {}
+        self._found: dict[Identity, tuple[weakref.ref[torch.UntypedStorage], Call, int]] = {}
 
     def add(self, call: Call, outputs: list[torch.Tensor]) -> None:
         for index, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             identity = (storage._cdata, tensor._version)
 
-            def forget(ref: Any, identity: tuple[int, int] = identity) -> None:
+            def forget(ref: Any, identity: Identity = identity) -> None:
                 if (entry := self._found.get(identity)) is not None and entry[0] is ref:
                     del self._found[identity]
 

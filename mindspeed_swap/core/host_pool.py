@@ -51,16 +51,20 @@ class _Slab:
 
     def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
         self.nbytes = nbytes
-        # An inference tensor could not be written to outside inference mode.
-        with torch.inference_mode(False):
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = self.tensor.data_ptr()
         self.free: dict[int, tuple[int, int]] = {}  # start of a free region -> its end, its serial number
         self.free_ends: dict[int, int] = {}  # end of a free region -> its start
         # Freed ranges that copies may still use, (start, end, events), in order, without overlap, only in free regions.
         self.marks: list[tuple[int, int, tuple[Event, ...]]] = []
+        locked = accelerator.page_locked(nbytes)
+        self.tensor = self._map(accelerator) if locked is None else locked
+        self.address = self.tensor.data_ptr()
 
+    def _map(self, accelerator: Accelerator) -> torch.Tensor:
+        # An inference tensor could not be written to outside inference mode.
+        with torch.inference_mode(False):
+            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = tensor.data_ptr()
         # Fewer pages to fault in and to pin: 3 times faster where huge pages are to be had; harmless where not.
         self._advise(getattr(mmap, "MADV_HUGEPAGE", 14))
         # Page-locked pages and copy-on-write do not go together: the copy engine would keep writing to the old page.
@@ -71,9 +75,10 @@ class _Slab:
         # releases the GIL meanwhile.
         if not self._advise(_MADV_POPULATE_WRITE):
             if ctypes.get_errno() == errno.ENOMEM:  # writing to it would end the process
-                raise MemoryError(f"no host memory for {format_bytes(nbytes)}")
-            ctypes.memset(self.address, 0, nbytes)
-        accelerator.register_host(self.address, nbytes)
+                raise MemoryError(f"no host memory for {format_bytes(self.nbytes)}")
+            ctypes.memset(self.address, 0, self.nbytes)
+        accelerator.register_host(self.address, self.nbytes)
+        return tensor
 
     def _advise(self, advice: int) -> bool:
         return bool(_libc.madvise(self.address, self.nbytes, advice) == 0)
@@ -110,7 +115,8 @@ class HostPool:
     def __init__(self, accelerator: Accelerator, budget_bytes: int) -> None:
         self._accelerator = accelerator
         self._budget = max(0, budget_bytes)
-        self._slab_bytes = min(SLAB_BYTES, _round_up(self._budget // SLABS_PER_BUDGET, mmap.PAGESIZE))
+        small = _round_up(self._budget // SLABS_PER_BUDGET, mmap.PAGESIZE)
+        self._slab_bytes = accelerator.slab_bytes(min(SLAB_BYTES, small))
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         # Every free region as (bytes, serial, slab, start), sorted: the first one large enough is the best fit, and
@@ -200,10 +206,19 @@ class HostPool:
         Returns False, having done nothing, if the budget (or the system) does not allow it."""
         with self._lock:
             self._check_open()
-            missing = _round_up(max(0, nbytes - self._pinned), mmap.PAGESIZE)
+            missing = self._accelerator.slab_bytes(_round_up(max(0, nbytes - self._pinned), mmap.PAGESIZE))
             if missing == 0:
                 return True
             return self._pinned + missing <= self._budget and self._add_slab(missing)
+
+    def charge(self, nbytes: int) -> bool:
+        """Take memory that somebody else allocates, for good, out of the budget. False: there is not as much left."""
+        with self._lock:
+            self._check_open()
+            if self._pinned + nbytes > self._budget:
+                return False
+            self._budget -= nbytes
+            return True
 
     def close(self) -> None:
         """Unregister all and unmap what is not in use. Blocks that are out keep their memory mapped, no longer
@@ -283,17 +298,21 @@ class HostPool:
         """Pin a slab that has room for ``size``. Idle slabs are all smaller than that, or the request had found room:
         as much of them as the new slab replaces is given back, so that sizes that differ from step to step end in few
         large slabs instead of more and more."""
-        need = _round_up(size, mmap.PAGESIZE)
+        need = self._accelerator.slab_bytes(_round_up(size, mmap.PAGESIZE))
         idle = sorted((s for s in self._slabs if self._idle(s)), key=lambda s: s.nbytes, reverse=True)
         if self._pinned - sum(s.nbytes for s in idle) + need > self._budget:
             return False
         replaced = 0
-        for slab in idle:
+        while idle:  # and none is referred to afterwards: they are to be gone before the new one comes
+            slab = idle.pop(0)
             if replaced + slab.nbytes <= need or self._pinned + need > self._budget:
                 replaced += slab.nbytes
                 self._remove_slab(slab)
+            del slab
         wanted = need if need * OWN_SLAB_SHARE >= self._slab_bytes else self._slab_bytes
-        return self._add_slab(max(need, min(wanted, (self._budget - self._pinned) & -mmap.PAGESIZE)))
+        room = (self._budget - self._pinned) & -mmap.PAGESIZE
+        wanted = self._accelerator.slab_bytes(max(need, min(wanted, room)))
+        return self._add_slab(wanted if wanted <= room else need)
 
     def _idle(self, slab: _Slab) -> bool:
         return slab.free.get(0, (0, 0))[0] == slab.nbytes and not any(self._undone(m[2]) for m in slab.marks)

@@ -24,8 +24,12 @@ class Tracked:
     key: ModuleKey
     begin: int
     end: int = -1
+    repeats: bool = True  # its inputs are as they were, so it could run again
     inputs: dict[_Identity, int] = field(default_factory=dict)  # -> bytes, of those not known to be saved
+    given: set[_Identity] = field(default_factory=set)  # what it was called with, saved or not
     frees: list[SavedRecord] = field(default_factory=list)
+    there: list[int] = field(default_factory=list)  # for each of ``frees``: from this point on it exists
+    begins: list[int] = field(default_factory=list)  # of the modules inside
     keeps: list[SavedRecord] = field(default_factory=list)
 
 
@@ -43,7 +47,10 @@ class ModuleRecorder:
     ) -> Tracked:
         """``begin``: the point just closed. ``inputs``: tensors that could be moved, with their saves so far."""
         tracked = Tracked(key, begin)
+        for outer in self._running:
+            outer.begins.append(begin)
         for tensor, record in inputs:
+            tracked.given.add(_identity(tensor)[0])
             if record is not None:
                 tracked.keeps.append(record)
             elif (identity := self._watch(tensor, tracked, True)) not in tracked.inputs:
@@ -52,12 +59,12 @@ class ModuleRecorder:
         return tracked
 
     def exit(self, tracked: Tracked, end: int, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
-        """``unchanged``: its inputs are as they were, so it could run again."""
+        """``unchanged``: its inputs are as they were."""
         while self._running and self._running.pop() is not tracked:  # those left by an exception
             pass
-        tracked.end = end
+        tracked.end, tracked.repeats = end, unchanged
+        self._done.append(tracked)
         if unchanged:
-            self._done.append(tracked)
             for tensor in outputs:
                 self._watch(tensor, tracked, False)
 
@@ -81,19 +88,26 @@ class ModuleRecorder:
             for tracked, is_input in watchers:
                 if not is_input and id(tracked) not in inputs_of:
                     tracked.frees.append(record)
+                    tracked.there.append(tracked.end)
+        inner = self._running[-1] if self._running else None
+        there = inner.begin if inner is not None and saved.identity in inner.given else record.saved
         for tracked in self._running:
             if id(tracked) not in inputs_of:
                 tracked.frees.append(record)
+                tracked.there.append(there)
 
     def finish(self, times_ms: list[float]) -> list[ModuleRecord]:
-        """In the order in which they ended. Calls that would free nothing are left out."""
+        """In the order in which they ended. Those that cannot run again free nothing."""
         found = []
         for call in self._done:
-            frees = [record for record in call.frees if record.first_read is not None and record.first_read > call.end]
-            if not frees:
-                continue
-            # An output is there only when all of it has run.
-            until = min(call.end, max(record.saved for record in frees))
+            frees, until = [], call.begin
+            for record, there in zip(call.frees, call.there, strict=True):
+                if call.repeats and record.first_read is not None and record.first_read > call.end:
+                    frees.append(record)
+                    until = max(until, there)
+            # It stops where the next module inside begins: see Note [Where it stops] in again.py.
+            stops = [begin for begin in call.begins if begin >= until] if frees else []
+            until = min(stops, default=call.end)
             found.append(
                 ModuleRecord(
                     call.key, times_ms[until] - times_ms[call.begin], call.begin, call.end,

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -10,6 +10,10 @@ from mindspeed_swap.core.accelerator.base import Accelerator
 
 # Below this a copy costs more in launches and latency than it frees: a quarter MiB runs at half the link's speed.
 DEFAULT_MIN_BYTES = 64 << 10
+
+
+# Torch 2.13 no longer has named tensors.
+_has_names: Callable[[torch.Tensor], bool] = getattr(torch.Tensor, "has_names", lambda tensor: False)
 
 
 class StorageSet:
@@ -55,7 +59,7 @@ class Movable:
         """True if the tensor is not ours to move."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return True
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.has_names():
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or _has_names(tensor):
             return True  # ``set_`` would lose what says so
         for leaf in (tensor, tensor._base):
             if leaf is not None and leaf.requires_grad and leaf.is_leaf:

@@ -60,7 +60,7 @@ class Mover:
     # ---- the books
     def born(self, saved: SavedTensor) -> None:
         self.bytes_in[saved.state] += saved.nbytes
-        self.stats.saved += 1
+        self.stats.saved += saved.key.ordinal >= 0  # else nobody has saved it yet
         self._live_bytes += saved.nbytes
         self.stats.most_saved_bytes = max(self.stats.most_saved_bytes, self._live_bytes)
         if self.recorder:

@@ -16,6 +16,7 @@ from mindspeed_swap.core.trace import (
     CopyRecord,
     Key,
     ModuleKey,
+    OperatorRecord,
     Point,
     Position,
     SavedRecord,
@@ -65,6 +66,7 @@ class Recorder:
         self._resident_bytes = 0
         self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
         self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
+        self._operators: list[tuple[str, int, Event, Event]] = []  # name, next point, before, after
         self._again_peak = 0  # of running modules again, since the last point
         self._before_again: Interval | None = None  # what had been measured of that interval before
         self.modules = ModuleRecorder()
@@ -146,6 +148,10 @@ class Recorder:
         """Compute waited for its copy between the two events."""
         self._waits.append((saved.key, self._next, wait.name, before, after))
 
+    def operator(self, name: str, before: Event, after: Event) -> None:
+        """A custom operator ran between the two events."""
+        self._operators.append((name, self._next, before, after))
+
     def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]]) -> Tracked:
         """A module begins, at the point just closed."""
         known = [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in inputs]
@@ -189,6 +195,8 @@ class Recorder:
             trace.copies.append(CopyRecord(key, nbytes, to_host, since_start(before), since_start(after)))
         for key, index, cause, before, after in self._waits:
             trace.waits.append(WaitRecord(key, index, cause, since_start(before), since_start(after)))
+        for name, index, before, after in self._operators:
+            trace.operators.append(OperatorRecord(name, index, since_start(before), since_start(after)))
         waits = iter(trace.waits)
         wait = next(waits, None)
         for index, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):

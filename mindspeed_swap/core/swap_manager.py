@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
-from mindspeed_swap.core.again import Call, Produced, RandomState, tensors
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
+from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.core.module_calls import ModuleCalls
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
 from mindspeed_swap.core.plan import Plan, Swap
@@ -41,7 +41,6 @@ from mindspeed_swap.core.trace import (
     OPTIMIZER,
     OUTSIDE,
     Key,
-    ModuleKey,
     Position,
     StepTrace,
 )
@@ -67,7 +66,6 @@ class SwapManager:
     ) -> None:
         """``copy_streams``: out and back, if they are not to be streams of its own. ``random``: what recomputed modules
         draw from. ``skip_waits`` is for tests: each wait removed must be noticed."""
-        self.random = random or RandomState()
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
@@ -82,12 +80,9 @@ class SwapManager:
         self._by_storage: dict[tuple[int, int], SavedTensor] = {}
         self._by_key: dict[Key, SavedTensor] = {}  # of this step
         self._serial = 0
-        self._scope: Scope | None = None
+        self.scope: Scope | None = None
+        self.calls = ModuleCalls(self, random or RandomState())
         self._swaps: dict[Key, Swap] = {}
-        self._recomputes: set[ModuleKey] = set()
-        self._call: Call | None = None  # of those, the one whose forward runs
-        self._produced = Produced()
-        self._runs_again = 0  # how many are running, one inside the other
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
         self._read_order: Mapping[Key, int] = {}
@@ -95,6 +90,11 @@ class SwapManager:
         self._read_index: dict[Key, int] = {}
         self._strays: dict[Key, SavedTensor] = {}  # on the host, and no plan fetches them
         self._thread = threading.local()
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Of the step that is recorded."""
+        return self._mover.recorder
 
     @property
     def stats(self) -> StepStats:
@@ -111,7 +111,7 @@ class SwapManager:
         """
         self._drain()
         with self._lock:
-            self._scope = None
+            self.scope = None
             self._by_key.clear()
             self._mover.stats = StepStats()
         self.change_plan(plan, trace=trace, read_order=read_order)
@@ -122,7 +122,7 @@ class SwapManager:
         """From here on, in the middle of a step: for what is saved from now on. A record of it begins anew."""
         with self._lock:
             self._swaps = {swap.key: swap for swap in plan.swaps} if plan else {}
-            self._recomputes = {recompute.key for recompute in plan.recomputes} if plan else set()
+            self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = {}, {}
             for swap in self._swaps.values():
                 self._releases.setdefault(swap.release, []).append(swap.key)
@@ -135,7 +135,7 @@ class SwapManager:
         self._mover.recorder = Recorder(self.accelerator, trace) if trace is not None else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
-        self._at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
+        self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
         trace = None
         if recorder is not None:
@@ -145,36 +145,36 @@ class SwapManager:
         return self.stats, trace
 
     def enter_optimizer(self) -> None:
-        self._at(Position(OPTIMIZER, 0, 0, OUTSIDE, ENTER))
+        self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, ENTER))
 
     @contextmanager
     def forward(self, microbatch: int, chunk: int = 0) -> Iterator[None]:
         """Everything that autograd saves inside belongs to this microbatch of this model chunk."""
-        outer, scope = self._scope, Scope(microbatch, chunk)
-        self._scope = scope
+        outer, scope = self.scope, Scope(microbatch, chunk)
+        self.scope = scope
         try:
-            self._at(scope.border(ENTER))
+            self.at(scope.border(ENTER))
             hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             with span("forward of microbatch", microbatch), hooks:
                 yield
-            self._at(scope.border(EXIT))
+            self.at(scope.border(EXIT))
             self._release_overdue(scope)
         finally:
-            self._scope = outer
+            self.scope = outer
 
     @contextmanager
     def layer(self, number: int) -> Iterator[None]:
         """A transformer layer, by its number from 1. Outside ``forward`` (a recompute in backward) it is nothing."""
-        scope = self._scope
+        scope = self.scope
         if scope is None:
             yield
             return
         outer, scope.layer = scope.layer, number
         try:
-            self._at(scope.border(ENTER))
+            self.at(scope.border(ENTER))
             with span("forward of layer", number):
                 yield
-            self._at(scope.border(EXIT))
+            self.at(scope.border(EXIT))
         finally:
             scope.layer = number if scope.stays else outer
 
@@ -182,7 +182,7 @@ class SwapManager:
     def recomputed(self) -> Iterator[None]:
         """A part that saves its inputs only after it has run (reentrant checkpoint). Around layers, what it saves
         belongs to the last of them."""
-        scope = self._scope
+        scope = self.scope
         if scope is None or scope.layer != OUTSIDE:
             yield
             return
@@ -192,49 +192,18 @@ class SwapManager:
         finally:
             scope.stays, scope.layer = False, OUTSIDE
 
-    def call(
-        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
-        *, keeps_outputs: bool = False,
-    ) -> Any:  # fmt: skip
-        """``function(*args, **kwargs)``, as the call of a module of that name: it is recorded, and recomputed if the
-        plan says so. Outside ``forward`` it is nothing more.
-
-        Recomputed, it also frees what others save of its outputs, if not ``keeps_outputs``: then the next call of its
-        kind can be run from them.
-        """
-        scope = self._scope
-        if scope is None:
-            return function(*args, **kwargs)
-        key = scope.next_call(name)
-        self._at(scope.module_border())
-        tracked, versions = None, []
+    def operator_ran(self, name: str, before: Event, after: Event) -> None:
+        """A custom operator, between two events of the compute stream."""
         if (recorder := self._mover.recorder) is not None:
-            inputs = [tensor for tensor in tensors((args, kwargs)) if not self.movable.refuses(tensor)]
-            versions = [(tensor, tensor._version) for tensor in inputs]
-            tracked = recorder.enter(key, [(tensor, self._find(tensor)) for tensor in inputs])
-        if key not in self._recomputes or self._call is not None:
-            result = function(*args, **kwargs)
-        else:
-            self._call = call = Call(key, function, (args, kwargs), self._hold, self.random)
-            try:
-                result = function(*args, **kwargs)
-            finally:
-                self._call = None
-            if not keeps_outputs:
-                self._produced.add(call, tensors(result))
-        self._at(scope.module_border())
-        if recorder is not None and tracked is not None and recorder is self._mover.recorder:
-            unchanged = all(tensor._version == version for tensor, version in versions)
-            recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
-        return result
+            recorder.operator(name, before, after)
 
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
-        scope = self._scope
+        scope = self.scope
         if scope is None:
             return Passed(tensor)
         key = scope.next_key()
-        number = self._call.next_save() if self._call else None
+        number = self.calls.next_save()
         if self.movable.refuses(tensor):
             return Passed(tensor)
         position = Position(FORWARD, *key)
@@ -243,12 +212,12 @@ class SwapManager:
         self._act(position)
         return handle
 
-    def _hold(self, tensor: torch.Tensor) -> Handle | Passed:
+    def hold(self, tensor: torch.Tensor) -> Handle | Passed:
         """As if it were saved, for a call that will run again. Its name comes when somebody saves it."""
-        assert self._scope is not None
-        return Passed(tensor) if self.movable.refuses(tensor) else self._keep(tensor, self._scope.nameless_key(), None)
+        assert self.scope is not None
+        return Passed(tensor) if self.movable.refuses(tensor) else self._keep(tensor, self.scope.nameless_key(), None)
 
-    def _find(self, tensor: torch.Tensor) -> SavedTensor | None:
+    def find(self, tensor: torch.Tensor) -> SavedTensor | None:
         storage = tensor.untyped_storage()
         saved = self._by_storage.get((storage._cdata, tensor._version))
         return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
@@ -256,7 +225,7 @@ class SwapManager:
     def _keep(self, tensor: torch.Tensor, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
         with self._lock:
-            saved = self._find(tensor)
+            saved = self.find(tensor)
             known = saved is not None
             if saved is None:
                 self._serial += 1
@@ -276,22 +245,18 @@ class SwapManager:
 
     def _name(self, saved: SavedTensor, key: Key) -> None:
         """An argument of a call that will run again is saved for the first time."""
-        del self._by_key[saved.key]
+        self._by_key.pop(saved.key, None)
         if self._strays.pop(saved.key, None):
             self._strays[key] = saved
         saved.key, self._by_key[key] = key, saved
+        self.stats.saved += 1
         if self._mover.recorder:
             self._mover.recorder.saved(saved)
         if saved.state is State.DEVICE:
             self._follow_plan(saved, None)
 
     def _follow_plan(self, saved: SavedTensor, number: int | None) -> None:
-        if number is not None and self._call is not None:
-            self._call.by_save[number] = saved.serial
-            self._mover.drop(saved, self._call)
-        elif (made := self._produced.find(saved)) is not None:
-            call, index = made
-            call.by_output[index] = saved.serial
+        if (call := self.calls.makes(saved, number)) is not None:
             self._mover.drop(saved, call)
         elif (swap := self._swaps.get(saved.key)) is not None:
             # Whatever its size is in this step: what an expert saves varies with its tokens.
@@ -306,51 +271,32 @@ class SwapManager:
         if first:
             packed.read = True
             self._close(position)
-        view = self._fetch(packed, first)
+        view = self.fetch(packed, first)
         if first:
             self._act(position)
             if self._strays:
                 self._look_ahead(packed.key)
         return view
 
-    def _fetch(self, packed: Handle | Passed, first: bool = False) -> torch.Tensor:
+    def fetch(self, packed: Handle | Passed, first: bool = False) -> torch.Tensor:
         if isinstance(packed, Passed):
             return packed.get()
         prefetched = True
         while (view := self._read(packed, first, prefetched)) is None:
             if (call := packed.saved.again) is not None:
-                self._run_again(call, packed.saved)
+                self.calls.run_again(call, packed.saved)
             elif packed.saved.state is State.HOST:
                 prefetched = False
                 self.stats.on_demand_loads += 1
                 self._mover.load(packed.saved)
         return view
 
-    def _run_again(self, call: Call, wanted: SavedTensor) -> None:
-        with call.lock:
-            if wanted.state is not State.DROPPED:
-                return  # another thread was faster
-            outer, self._scope = self._scope, None  # layers and modules inside are not new ones
-            self._runs_again += 1
-            measured = self._mover.recorder if self._runs_again == 1 else None
-            if measured:
-                earlier, before = self.accelerator.take_interval(), self.accelerator.record(wanted.stream)
-            try:
-                with span("recompute of", call.key):
-                    call.run(self._fetch, self._dropped, self._give)
-            finally:
-                self._runs_again -= 1
-                self._scope = outer
-            self.stats.recomputed_calls += 1
-            if measured:
-                after = self.accelerator.record(self.accelerator.compute_stream())
-                measured.recomputed(call.key, before, after, earlier, self.accelerator.take_interval())
-
-    def _dropped(self, serial: int) -> SavedTensor | None:
+    def dropped(self, serial: int) -> SavedTensor | None:
         saved = self._live.get(serial)
         return saved if saved is not None and saved.state is State.DROPPED else None
 
-    def _give(self, saved: SavedTensor, made: torch.Tensor) -> None:
+    def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
+        """What a module made again."""
         with self._lock:
             if saved.state is State.DROPPED:
                 self._forget_storage(saved)
@@ -377,7 +323,7 @@ class SwapManager:
             return saved.view(packed)
 
     # ---- points
-    def _at(self, position: Position) -> None:
+    def at(self, position: Position) -> None:
         self._close(position)
         self._act(position)
 

@@ -128,6 +128,16 @@ class WaitRecord:
 
 
 @dataclass(slots=True)
+class OperatorRecord:
+    """A custom operator that gave its name ran between these times, as of copies."""
+
+    name: str
+    point: int  # the first one after it
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(slots=True)
 class StepTrace:
     """One recorded step of one rank (so of one pipeline stage)."""
 
@@ -149,6 +159,7 @@ class StepTrace:
     stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
+    operators: list[OperatorRecord] = field(default_factory=list)  # custom ones, in the order in which they ended
     version: int = TRACE_VERSION
 
     def base_bytes(self, index: int) -> int:
@@ -189,6 +200,7 @@ class StepTrace:
             ),
             copies=list_of(lambda value, where: build(CopyRecord, value, where, key=tuple_of(Key))),
             waits=list_of(lambda value, where: build(WaitRecord, value, where, key=tuple_of(Key))),
+            operators=list_of(lambda value, where: build(OperatorRecord, value, where)),
         )
         count = len(trace.points)
         known = {record.key for record in trace.saved}

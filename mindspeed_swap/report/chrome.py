@@ -1,8 +1,9 @@
 """``rank<N>/trace.json``: one recorded step for chrome://tracing and https://ui.perfetto.dev. Pure; imports no torch.
 
 Lanes (threads) of the one process, which is the rank: microbatches; layers; stalls (compute waits for a copy); copies
-to the host; copies to the device. Counters, at every point of the step: allocated bytes, the peak since the point
-before, the peak had nothing been swapped (simulated), reserved bytes. Times are device time from the start of the step.
+to the host; copies to the device; custom operators that gave their names. Counters, at every point of the step:
+allocated bytes, the peak since the point before, the peak had nothing been swapped (simulated), reserved bytes. Times
+are device time from the start of the step.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mindspeed_swap.core.step import ExecutedStep
 from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, Position, StepTrace
 from mindspeed_swap.report.figures import PHASES
 
-MICROBATCHES, LAYERS, STALLS, TO_HOST, TO_DEVICE = range(1, 6)
+MICROBATCHES, LAYERS, STALLS, TO_HOST, TO_DEVICE, OPERATORS = range(1, 7)
 LANES = {
     MICROBATCHES: "compute: microbatches",
     LAYERS: "compute: layers",
@@ -22,6 +23,7 @@ LANES = {
     TO_HOST: "copies to host (D2H)",
     TO_DEVICE: "copies to device (H2D)",
 }
+CUSTOM = {OPERATORS: "custom operators"}  # a lane where there are any
 ALLOCATED, PEAK, PLAIN, RESERVED = "allocated", "peak", "peak without plan", "reserved"
 # A wait that need not wait still takes the time between two events; below this it is not shown as a stall.
 SHORTEST_STALL_MS = 0.01
@@ -33,9 +35,9 @@ Event = dict[str, Any]
 def chrome_trace(step: ExecutedStep, rank: int, run_id: str) -> dict[str, Any]:
     """The file's content. ``otherData`` says of which run and rank it is."""
     events: list[Event] = [_named("process_name", rank, 0, f"rank {rank}")]
-    for lane, name in LANES.items():
+    for lane, name in (LANES | (CUSTOM if step.trace.operators else {})).items():
         events += [_named("thread_name", rank, lane, name), _sorted(rank, lane)]
-    spans = [*_compute(step.trace), *_copies(step), *_stalls(step.trace)]
+    spans = [*_compute(step.trace), *_copies(step), *_stalls(step.trace), *_operators(step.trace)]
     events += [{"ph": "X", "pid": rank, **span} for span in spans]
     events += [{"ph": "C", "pid": rank, **sample} for sample in _memory(step.trace)]
     other = {"run_id": run_id, "rank": rank, "step_ms": step.trace.step_ms, "by": "mindspeed_swap"}
@@ -128,6 +130,11 @@ def _stalls(trace: StepTrace) -> Iterator[Event]:
         if wait.end_ms - wait.start_ms >= SHORTEST_STALL_MS:
             cause = _CAUSES.get(wait.cause, "memory needed at once")
             yield _span(STALLS, cause, "stall", wait.start_ms, wait.end_ms, of=str(wait.key), **wait.key._asdict())
+
+
+def _operators(trace: StepTrace) -> Iterator[Event]:
+    for operator in trace.operators:
+        yield _span(OPERATORS, operator.name, "operator", operator.start_ms, operator.end_ms)
 
 
 # ---- memory

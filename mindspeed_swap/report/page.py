@@ -67,6 +67,10 @@ def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
         for name, title, text, draw in drawings(rank):
             body += _card(title, f"<p class=soft>{text}</p>{_picture(draw, f'{name}{rank.rank}')}")
         body += _search(rank)
+    listed = rank.summary.get("swap_config")
+    if isinstance(listed, dict):
+        lines = [(line,) for name in ("advice", "without_effect") for line in listed.get(name) or ()]
+        body += _card("Swap configuration", _table(("",), lines) if lines else "all of it has its effect, in time")
     virtual = rank.summary.get("virtual_optimizer")
     if isinstance(virtual, dict):
         told = {name: _bytes(v) if name.endswith("bytes") else v for name, v in virtual.items()}

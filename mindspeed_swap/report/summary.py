@@ -18,6 +18,8 @@ warm_up            the recorded step that the first plan was made from: eviction
 tries              every plan that SearchPolicy ran: bytes, trouble (evictions, loads that were not prefetched,
                    prefetches without room), measured peak and step time, the same as predicted, bytes above the target
 stable             counters since Stable began
+swap_config        of --swap-config: lines about values that are too small or too large, and about what of the setting
+                   had no effect. null: off
 virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved. null: off
 host               budget, pinned and most used bytes of host memory for swapped tensors
 step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
@@ -53,6 +55,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.fine_grained.front_end import Listed
 from mindspeed_swap.report.figures import figures
 from mindspeed_swap.smart_swap.search import SmartSwap
 from mindspeed_swap.version import __version__
@@ -73,6 +76,7 @@ def summarize(
         "device": device,
         "layout": dict(layout),
         **(_smart_swap(search) if search else {**_smart_swap(SmartSwap(0)), "phase": "off"}),
+        "swap_config": search.summary() if isinstance(search, Listed) else None,
         "virtual_optimizer": dict(virtual_optimizer) if virtual_optimizer else None,
         "host": {
             "budget_bytes": pool.budget_bytes,

@@ -33,19 +33,35 @@ def make_plan(trace: StepTrace, policy: Policy, budgets: Sequence[int], host_byt
             ("swap_bucket_size", policy.bucket_bytes is not None), ("tensor_size_filter", policy.tensor_size_filter > 0)
         ) if on]  # fmt: skip
         return Planned(None, reason + (f"; {' and '.join(limits)} limit what may move" if limits else ""))
-    need = host_need(plan)
-    if host_bytes is None or need <= host_bytes:
-        return Planned(plan)
-    told = f"the plan needs {format_bytes(need)} of host memory and {format_bytes(host_bytes)} are to be had"
-    remedy = f"--swap-host-memory {need / GIB / (1 - HOST_SLACK_SHARE) + 0.005:.2f} would do"
-    if policy.moves_all:
-        less: Plan | None = _trimmed(seen, plan, host_bytes)
-    else:
-        less, reason = _first(seen, policy, budgets, host_bytes)
+    if policy.moves_all or host_bytes is None or host_need(plan) <= host_bytes:
+        return Planned(*fit_host(seen, plan, host_bytes))
+    less, reason = _first(seen, policy, budgets, host_bytes)
+    told, remedy = _short_of_host(plan, host_bytes)
     if less is None:
         return Planned(None, f"{told}; {reason}; {remedy}")
-    trimmed = f"trimmed from {format_bytes(plan.swap_bytes)} to {format_bytes(less.swap_bytes)} of swap"
-    return Planned(less, f"{told}: {trimmed} ({remedy})")
+    return Planned(less, f"{told}: {_trim_text(plan, less)} ({remedy})")
+
+
+def fit_host(trace: StepTrace, plan: Plan, host_bytes: int | None) -> tuple[Plan, str]:
+    """The plan without what the host has no room for, and a line about that (or "")."""
+    if host_bytes is None or host_need(plan) <= host_bytes:
+        return plan, ""
+    less = _trimmed(trace, plan, host_bytes)
+    told, remedy = _short_of_host(plan, host_bytes)
+    return less, f"{told}: {_trim_text(plan, less)} ({remedy})"
+
+
+def _short_of_host(plan: Plan, host_bytes: int) -> tuple[str, str]:
+    """What is missing, and the remedy."""
+    need = host_need(plan)
+    return (
+        f"the plan needs {format_bytes(need)} of host memory and {format_bytes(host_bytes)} are to be had",
+        f"--swap-host-memory {need / GIB / (1 - HOST_SLACK_SHARE) + 0.005:.2f} would do",
+    )
+
+
+def _trim_text(plan: Plan, less: Plan) -> str:
+    return f"trimmed from {format_bytes(plan.swap_bytes)} to {format_bytes(less.swap_bytes)} of swap"
 
 
 def _first(seen: StepTrace, policy: Policy, budgets: Sequence[int], host: int | None) -> tuple[Plan | None, str]:

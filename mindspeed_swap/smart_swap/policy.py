@@ -35,14 +35,17 @@ class Policy:
     d2h_bytes_per_ms: float | None = None
     h2d_bytes_per_ms: float | None = None
     recomputes: bool = False  # adaptive memory optimization: recompute is a choice too
+    listed: bool = False  # swap configuration: the user's own list is what is done
 
     @property
     def feature(self) -> str:
         """For messages."""
-        return "adaptive memory" if self.recomputes else "smart-swap"
+        return "swap-config" if self.listed else "adaptive memory" if self.recomputes else "smart-swap"
 
     @property
     def flag(self) -> str:
+        if self.listed:
+            return "--swap-config"
         return "--adaptive-memory-optimization" if self.recomputes else "--smart-swap"
 
     @property

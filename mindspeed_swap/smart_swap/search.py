@@ -5,6 +5,7 @@ the worst a plan can do is to be slow.
 """
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
 from mindspeed_swap.smart_swap.policy import MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
@@ -87,7 +89,7 @@ class WarmUp:
     peak_measured_bytes: int
 
 
-def _trouble(stats: StepStats) -> int:
+def trouble_of(stats: StepStats) -> int:
     return stats.on_demand_loads + stats.skipped_prefetches + stats.evictions
 
 
@@ -131,6 +133,7 @@ class SmartSwap:
     warm_up: WarmUp | None = None
     tries: list[Try] = field(default_factory=list)
     stable: StableCounters = field(default_factory=StableCounters)
+    failed: set[str] = field(default_factory=set)  # digests of plans that did not fit when they were tried
     shown: ExecutedStep | None = None  # for reports: the step of the try that Stable runs; before that, the last one
     _read_order: Mapping[Key, int] = field(default_factory=dict)
     _extra_bytes: int = 0  # below the target: learned from tries
@@ -197,6 +200,10 @@ class SmartSwap:
             max(point.peak_bytes for point in trace.points),
         )  # fmt: skip
         self._replan(trace, facts)
+        if self.plan is not None and digest(self.plan) in self.failed:
+            self._extra_bytes = self._reserve()
+            with contextlib.suppress(NoPlan):
+                self._replan(trace, facts)
         assert self.plan is not None
         if self.plan.text:
             self._enter(Phase.SEARCH, self.plan.text)
@@ -241,9 +248,11 @@ class SmartSwap:
         peak = max(point.peak_bytes for point in trace.points)
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
-        facts = self._agree(0, _trouble(stats), over, peak, trace.step_ms)
+        facts = self._agree(0, trouble_of(stats), over, peak, trace.step_ms)
         trouble, over = int(facts.trouble), int(facts.over)
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
+        if trouble or over:
+            self.failed.add(digest(self.plan))
         if self._may_go_on() and self._next_try(trace, facts):
             return True
         best = min(self.tries, key=lambda tried: tried.rank)
@@ -307,7 +316,7 @@ class SmartSwap:
         if not self._saved:
             self._saved = stats.saved  # a loaded plan does not know
         other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
-        facts = self._agree(other, _trouble(stats), 0, 0, 0, later=True)
+        facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
         self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
         if self._bad_steps < DRIFT_STEPS:
             return False

@@ -7,7 +7,7 @@ varies within a shape (the tokens of an expert) moves as it is, whatever size wa
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
@@ -24,15 +24,22 @@ _UNKNOWN = 0  # size class, before the first layer has run
 class Shapes:
     """``current`` is the search of the step that runs, or of the last one."""
 
-    def __init__(self, capacity_bytes: int, policy: Policy, saved: Mapping[Shape, Plan] | None = None) -> None:
-        """``saved``: plans to run without a search. Raises SettingError if this device is too small for one."""
-        self.peers = Peers()
+    def __init__(
+        self,
+        capacity_bytes: int,
+        policy: Policy,
+        saved: Mapping[Shape, Plan] | None = None,
+        new: Callable[..., SmartSwap] = SmartSwap,
+    ) -> None:
+        """``saved``: plans to run without a search. ``new``: makes a search. Raises SettingError if this device is too
+        small for a saved plan."""
+        self.peers, self._search = Peers(), new
         self._capacity, self._policy, self._saved = capacity_bytes, policy, dict(saved or {})
         self._searches: dict[Shape, SmartSwap] = {}
         self._shape: Shape = (0, _UNKNOWN)
         self._sized = False
         self._host_bytes = 0
-        self.current = SmartSwap(capacity_bytes, policy)
+        self.current = new(capacity_bytes, policy)
         for plan in self._saved.values():
             peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
             if peak > capacity_bytes:
@@ -91,7 +98,7 @@ class Shapes:
                 self._tell(f"{shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
             elif self._searches:
                 self._tell(f"{_text(shape)} from step {self.current.steps + 1} on: planned anew")
-            return SmartSwap(self._capacity, self._policy, self.peers, _name(shape))
+            return self._search(self._capacity, self._policy, self.peers, _name(shape))
         self._tell(f"plan of the file: {plan.text}, no search")
         return SmartSwap.from_plan(
             plan, capacity_bytes=self._capacity, policy=self._policy, peers=self.peers, name=_name(shape)

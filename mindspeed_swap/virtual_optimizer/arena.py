@@ -6,7 +6,7 @@ host memory, so that saving, loading and printing find it where they look. If so
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,26 +91,32 @@ class Arena:
         self.optimizer = optimizer
         self.units = units
         self.nbytes = arena_bytes(units)
-        self._block = pool.alloc(self.nbytes) if units else None  # kept until the process ends
-        if units and self._block is None:
-            raise MemoryError(f"no {self.nbytes} bytes of host memory")
+        self._accelerator = accelerator
+        # Flat uint8, what ``Accelerator.copy`` takes as host memory; kept until the process ends.
+        self.host_bytes, map_host = self._new_memory(pool)
         at = 0
         for unit in units:
             unit.start, host = at, self.host_bytes[at : at + unit.nbytes]
             at += aligned(unit.nbytes)
-            unit.resting = shaped_like(accelerator.map_host(host).view(unit.dtype), unit.parameter)
+            unit.resting = shaped_like(map_host(host).view(unit.dtype), unit.parameter)
             mark_swap_tensor(unit.resting, accelerator)
-            host.zero_()  # by the host: nothing on the device has seen this memory yet
+            host.zero_()  # by the host, if it can: nothing on the device has seen this memory yet
         self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
         for unit in units:
             self._by_parameter.setdefault(unit.parameter, {})[unit.key] = unit
         self.adopt()
 
-    @property
-    def host_bytes(self) -> torch.Tensor:
-        """All of it, flat uint8."""
-        assert self._block is not None
-        return self._block.tensor
+    def _new_memory(self, pool: HostPool) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Of the pool, or of the device's driver, and what makes a slice of it a tensor of the device."""
+        if not self.units:
+            return torch.empty(0, dtype=torch.uint8), self._accelerator.map_host
+        if self._accelerator.has_swapped_memory:
+            if pool.charge(self.nbytes):
+                return self._accelerator.swapped_memory(self.nbytes), lambda part: part
+        elif (block := pool.alloc(self.nbytes)) is not None:
+            self._block = block
+            return block.tensor, self._accelerator.map_host
+        raise MemoryError(f"no {self.nbytes} bytes of host memory")
 
     def units_of(self, parameter: torch.Tensor) -> Mapping[str, Unit]:
         return self._by_parameter.get(parameter, {})
@@ -124,7 +130,7 @@ class Arena:
             else:
                 found = self.optimizer.state[unit.parameter].get(unit.key)
             if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
-                unit.resting.copy_(found)
+                self._accelerator.write_mapped(unit.resting, found)
             self.rest(unit)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -163,6 +169,6 @@ class Arena:
             if value is None:
                 unit.resting.zero_()  # a parameter without state starts anew, as in torch
             elif value.data_ptr() != unit.resting.data_ptr():
-                unit.resting.copy_(value)
+                self._accelerator.write_mapped(unit.resting, value)
             self.rest(unit)
         self.adopt()

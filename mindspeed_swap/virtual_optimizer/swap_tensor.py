@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator import Accelerator, get_accelerator
+from mindspeed_swap.core.accelerator.base import INTEGERS
 
 # torch keeps one Python object per storage as long as the storage lives, so the mark is seen from every view of it.
 _MARK = "_mindspeed_swap_host_backed"
@@ -43,8 +44,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _through_kernels(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in ordinary device memory, by a kernel: what every driver allows."""
-    return torch.ones_like(tensor, memory_format=torch.contiguous_format).mul_(tensor)
+    """The values in ordinary device memory, by a kernel: what every driver allows. Their bits, as integers: a kernel
+    for floats may change a NaN and flush what is denormal."""
+    bits = tensor.view(integer) if (integer := INTEGERS.get(tensor.itemsize)) else tensor
+    return torch.ones_like(bits, memory_format=torch.contiguous_format).mul_(bits).view(tensor.dtype)
 
 
 def swap_tensor_copy_wrapper(func: Callable) -> Callable:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_swap.core.accelerator import get_accelerator
+from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.sim import SimAccelerator
 from mindspeed_swap.errors import SettingError
 
@@ -63,16 +63,24 @@ def test_cuda_by_name(cuda_class: type, monkeypatch: pytest.MonkeyPatch) -> None
     assert isinstance(get_accelerator(), cuda_class)
 
 
-def test_npu_goes_before_cuda_and_says_that_it_is_not_there_yet(
-    cuda_class: type, monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_npu_goes_before_cuda(cuda_class: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as transfer_to_npu makes it
     torch_npu = types.SimpleNamespace(npu=types.SimpleNamespace(is_available=lambda: True))
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)  # type: ignore[arg-type]
+    module = types.ModuleType("npu")
+    module.NpuAccelerator = type("NpuAccelerator", (), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mindspeed_swap.core.accelerator.npu", module)
     for choice in ("auto", "npu"):
         monkeypatch.setenv("MINDSPEED_SWAP_DEVICE", choice)
-        with pytest.raises(SettingError, match="NPU support is not there yet"):
-            get_accelerator()
+        get_accelerator.cache_clear()
+        assert isinstance(get_accelerator(), module.NpuAccelerator)
+
+
+def test_an_npu_that_is_not_there_is_told_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    monkeypatch.setenv("MINDSPEED_SWAP_DEVICE", "npu")
+    with pytest.raises(SettingError, match=r"torch_npu cannot be loaded.*CANN 8\.1\.RC1.*found: torch "):
+        prepare_device("--smart-swap")
 
 
 @pytest.mark.parametrize("choice", ["gpu", "", "SIM"])

@@ -36,7 +36,7 @@ class Blocks:
     def call(self, name, function, *args, **kwargs):
         if self.manager is None:
             return function(*args, **kwargs)
-        return self.manager.call(name, function, args, kwargs, keeps_outputs=name == "layer")
+        return self.manager.calls.call(name, function, args, kwargs, keeps_outputs=name == "layer")
 
     def norm(self, hidden):
         return torch.nn.functional.layer_norm(hidden, (WIDTH,))
@@ -130,15 +130,40 @@ def test_predicted_peak_is_measured(sim):
 
 
 def test_stops_when_all_is_there(sim):
-    """The product behind what was saved last is not computed again."""
-    model, manager = Blocks(), new_manager(sim)
-    plan = plan_of(model.step(manager, record=True).trace, "mlp")
-    model.step(manager, plan)
-    assert (model.calls, model.products) == (2 * LAYERS, LAYERS + LAYERS)
-    # gelu's output is saved by the product itself, so the second run is over when that saves it
-    plan = plan_of(model.step(manager, record=True).trace, "mlp.act")
-    model.step(manager, plan)
-    assert model.calls == LAYERS
+    """The product behind what was saved last is not computed again: not run, and its time not counted."""
+
+    class Linear(torch.autograd.Function):
+        """As Megatron's: a Function that is stopped while it saves would leak."""
+
+        @staticmethod
+        def forward(ctx, hidden, weight):
+            model.products += 1
+            ctx.save_for_backward(hidden, weight)
+            return hidden @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            hidden, weight = ctx.saved_tensors
+            return grad @ weight.t(), hidden.t() @ grad
+
+    class Linears(Blocks):
+        def mlp(self, hidden, *, up, down):
+            hidden = torch.nn.functional.gelu(self.call("mlp.fc1", Linear.apply, hidden, up))
+            return self.call("mlp.fc2", Linear.apply, hidden, down)
+
+    model, manager = Linears(), new_manager(sim)
+    plain = model.step(None)
+    for name in ("mlp", "layer"):
+        trace = model.step(manager, record=True).trace
+        plan = plan_of(trace, name)
+        assert_same(model.step(manager, plan), plain)
+        assert model.products == 2 * LAYERS + LAYERS
+        found = {module.key: module for module in trace.modules}
+        stops = found[ModuleKey(0, 0, 2, name)].begin, trace.points[found[ModuleKey(0, 0, 2, "mlp.fc1")].end]
+        spent = found[ModuleKey(0, 0, 2, name)].forward_ms
+        begins = trace.points[stops[0]].time_ms
+        assert stops[1].time_ms <= begins + spent < trace.points[found[ModuleKey(0, 0, 2, name)].end].time_ms
+        assert_nothing_left(manager)
 
 
 def test_all_verbs_within_a_budget(sim):
@@ -201,10 +226,30 @@ def test_generators_of_a_framework(sim):
             return super().get()
 
     model, manager = Blocks(), new_manager(sim)
-    manager.random = Counted()
+    manager.calls.random = Counted()
     plan = plan_of(model.step(manager, record=True).trace, "mlp")
     model.step(manager, plan)
     assert Counted.gets == 2 * LAYERS  # at its forward, and what there is when it runs again
+
+
+def test_a_forward_that_stops_leaves_no_attributes(sim):
+    class Keeping(torch.nn.Module):
+        held = "before"
+
+        def forward(self, hidden, up, down):
+            self.held = self.new = hidden * 2.0
+            hidden = hidden + model.call("mlp", model.mlp, hidden, up=up, down=down)
+            hidden = model.call("end", torch.add, hidden, 1.0)
+            self.held = "after"
+            del self.new
+            return hidden
+
+    model, manager, module = Blocks(1), new_manager(sim), Keeping()
+    model.block = lambda *args: model.call("module", Keeping.forward, module, *args)
+    plain = model.step(None)
+    plan = plan_of(model.step(manager, record=True).trace, "module")
+    assert_same(model.step(manager, plan), plain)
+    assert module.held == "after" and not hasattr(module, "new")
 
 
 def test_forward_that_is_not_the_same_again(sim):
@@ -235,6 +280,22 @@ def test_changed_in_place_is_refused_as_without(sim):
         model.step(manager, plan)
 
 
+def test_call_that_must_not_run_again_is_recorded_and_never_run(sim):
+    class Once(Blocks):
+        def call(self, name, function, *args, **kwargs):
+            if self.manager is None:
+                return function(*args, **kwargs)
+            return self.manager.calls.call(name, function, args, kwargs, once=name == "mlp")
+
+    model, manager = Once(2), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    calls = [module for module in trace.modules if module.key.name == "mlp"]
+    assert len(calls) == 2 and all(call.frees == [] and call.keeps for call in calls)
+    plan = Plan(trace.model, 0, (), tuple(Recompute(call.key, 0, 0.0) for call in calls))
+    assert model.step(manager, plan).stats.recomputed_calls == 0
+    assert model.calls == 2
+
+
 def test_call_that_changes_its_input_is_no_candidate(sim):
     class Changing(Blocks):
         def norm(self, hidden):
@@ -244,7 +305,7 @@ def test_call_that_changes_its_input_is_no_candidate(sim):
             return super().mlp(hidden.mul_(2.0), up=up, down=down)
 
     trace = Changing(2).step(new_manager(sim), record=True).trace
-    assert "mlp" not in {module.key.name for module in trace.modules}
+    assert "mlp" not in {module.key.name for module in trace.modules if module.frees}
     assert "layer" in {module.key.name for module in trace.modules}
 
 

@@ -67,7 +67,7 @@ def test_the_next_step_runs_and_nothing_is_kept(sim, where, recorded, planned):
         torch.ones(1, requires_grad=True).sum().backward()
         assert_nothing_left(manager)
         assert device.memory_allocated() == base
-        assert manager._scope is None
+        assert manager.scope is None
         assert_same(run_step(body, leaves, manager, plan, record=recorded), plain)
 
 

@@ -173,7 +173,7 @@ def test_hooks_disabled_by_the_user(sim):
     with pytest.raises(RuntimeError, match="not here"), disabled, manager.forward(0):
         pass
     leaf = torch.randn(SIZE, SIZE, requires_grad=True)
-    assert manager._scope is None
+    assert manager.scope is None
 
     def body(layer):
         return leaf.exp().sum()

@@ -22,6 +22,12 @@ class Device:
     def __init__(self):
         self.registered, self.passed, self.refuse = {}, set(), False
 
+    def page_locked(self, nbytes):
+        return None
+
+    def slab_bytes(self, nbytes):
+        return nbytes
+
     def register_host(self, address, nbytes):
         if self.refuse:
             raise RuntimeError("driver says no")

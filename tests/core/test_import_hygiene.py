@@ -53,3 +53,18 @@ import mindspeed_swap.core.{name}
 assert not any(m.startswith('torch.') for m in sys.modules)
 """)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_device_is_told_by_its_type_alone():
+    """Under torch_npu's transfer_to_npu the other ways say CUDA on an NPU. (The simulated device answers for them.)"""
+    unsafe = ("is_" + "cuda", "torch.cuda." + "is_available")
+    files = [path for folder in ("mindspeed_swap", "patches") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 50
+    found = [
+        (path.name, word)
+        for path in files
+        if (ROOT / "mindspeed_swap" / "sim") not in path.parents
+        for word in unsafe
+        if word in path.read_text()
+    ]
+    assert not found

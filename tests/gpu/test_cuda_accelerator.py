@@ -10,6 +10,8 @@ import torch
 from cuda_device import CAPACITY, FAKE, HOOK_OFF, UNIT, marked, needs_gpu, needs_kernels, small_device
 
 from mindspeed_swap.core.accelerator import cuda
+from mindspeed_swap.core.accelerator.torch_device import CAPACITY as CAPACITY_VARIABLE
+from mindspeed_swap.core.accelerator.watch import OOM_HOOK, StatisticsOnly
 from mindspeed_swap.core.link import pcie_link_bytes_per_ms, probe_link, warn_if_slow
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.units import MIB
@@ -98,8 +100,8 @@ def test_capacity_is_enforced(accelerator):
 
 @pytest.mark.parametrize("text", ["2048TiB", "-1", "many"])
 def test_impossible_capacity_is_an_error(text, monkeypatch):
-    monkeypatch.setenv(cuda.CAPACITY, text)
-    with pytest.raises(SettingError, match=cuda.CAPACITY):
+    monkeypatch.setenv(CAPACITY_VARIABLE, text)
+    with pytest.raises(SettingError, match=CAPACITY_VARIABLE):
         cuda.CudaAccelerator()
 
 
@@ -107,7 +109,7 @@ def test_hook_setting(monkeypatch, capsys):
     with small_device():
         pass
     capsys.readouterr()
-    monkeypatch.setenv(cuda.OOM_HOOK, "0")
+    monkeypatch.setenv(OOM_HOOK, "0")
     with small_device() as accelerator:
         assert "MINDSPEED_SWAP_OOM_HOOK=0" in capsys.readouterr().out
         asked = []
@@ -116,15 +118,15 @@ def test_hook_setting(monkeypatch, capsys):
         with pytest.raises(torch.OutOfMemoryError):
             accelerator.empty(2 * CAPACITY)
         assert asked == []
-    monkeypatch.setenv(cuda.OOM_HOOK, "yes")
-    with pytest.raises(SettingError, match=cuda.OOM_HOOK):
+    monkeypatch.setenv(OOM_HOOK, "yes")
+    with pytest.raises(SettingError, match=OOM_HOOK):
         cuda.CudaAccelerator()
 
 
 @pytest.mark.parametrize("hook", ["1", "0"])
 def test_interval_peaks(hook, monkeypatch):
     """Against a count of its own after each allocation. Without the hook the allocator's rounding is an estimate."""
-    monkeypatch.setenv(cuda.OOM_HOOK, hook)
+    monkeypatch.setenv(OOM_HOOK, hook)
     random.seed(3)
     with small_device() as accelerator:
         torch.cuda.reset_peak_memory_stats()
@@ -163,7 +165,7 @@ def test_interval_survives_the_users_reset(accelerator):
 
 
 def test_without_the_extension_peaks_are_lower_bounds(accelerator):
-    watch = cuda._StatisticsOnly(torch.cuda.current_device())
+    watch = StatisticsOnly(torch.cuda, torch.cuda.current_device())
     first = accelerator.empty(2 * UNIT)
     assert watch.take_interval()[0] == torch.cuda.memory_allocated()
     del first

@@ -25,7 +25,8 @@ from cuda_device import (
     small_device,
 )
 
-from mindspeed_swap.core.accelerator import cuda
+from mindspeed_swap.core.accelerator.torch_device import CAPACITY as CAPACITY_VARIABLE
+from mindspeed_swap.core.accelerator.watch import REFUSED_BYTES
 from mindspeed_swap.units import MIB
 
 pytestmark = [needs_gpu, needs_hook]
@@ -225,7 +226,7 @@ def test_self_test_keeps_the_handler_and_can_be_repeated(accelerator):
     evictor = Evictor()
     accelerator.on_pressure(evictor)
     for _ in range(3):
-        _guard(accelerator).self_test(cuda.REFUSED_BYTES)
+        _guard(accelerator).self_test(REFUSED_BYTES)
     assert evictor.calls == []
     evictor.kept = [marked(UNIT, mark) for mark in range(11)]
     accelerator.empty(3 * UNIT)
@@ -261,7 +262,7 @@ def test_exit(ending, closed):
         if {ending!r} == "raise":
             raise SystemExit(7)
     """
-    environment = os.environ | {cuda.CAPACITY: str(CAPACITY)}
+    environment = os.environ | {CAPACITY_VARIABLE: str(CAPACITY)}
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == (7 if ending == "raise" else 0), done.stderr

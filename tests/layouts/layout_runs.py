@@ -1,6 +1,7 @@
-"""Trains a layout three ways: plain, a few steps for the floor, and capped halfway between the two with --smart-swap.
+"""Trains a layout three ways: plain, a few steps for the floor, and capped halfway between the two with a feature.
 
-As a program: ``python tests/layouts/layout_runs.py [LAYOUT[:DTYPE] ...]`` trains and prints the figures of each rank.
+As a program: ``python tests/layouts/layout_runs.py [--adaptive] [LAYOUT[:DTYPE] ...]`` trains and prints the figures of
+each rank.
 """
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ from layouts import LAYOUTS, Layout
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt_sim.sh"
+SMART_SWAP, ADAPTIVE = "--smart-swap", "--adaptive-memory-optimization"
+# With a link that hides little, recompute is worth its time.
+SLOW_LINK_GBPS = "0.05"
 STEPS = 10
 # WarmUp knows the floor after the second step, the first one that starts with optimizer state.
 FLOOR_STEPS = 3
@@ -57,7 +61,7 @@ class Trainer:
         self._folder, self._data = folder, data
         self._plain: dict[tuple[str, str], Run] = {}
         self._floors: dict[tuple[str, str], list[int]] = {}
-        self._swapped: dict[tuple[str, str], Run] = {}
+        self._swapped: dict[tuple[str, str, str], Run] = {}
 
     def train(
         self, layout: Layout, dtype: str, *flags: str, caps: list[int] | None = None, **extra: str
@@ -92,10 +96,10 @@ class Trainer:
         if caps is not None:
             environment["CAPACITIES"] = " ".join(map(str, caps))
         command = ["bash", str(SCRIPT), *layout.flags, *flags, "--measure-file", f"{folder}/measured.{{rank}}.json"]
-        if "--smart-swap" in flags:
+        if {SMART_SWAP, ADAPTIVE, "--swap-config"} & set(flags):
             command += ["--swap-report-dir", str(folder)]
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
         )
         (folder / "output.txt").write_text(done.stdout + done.stderr)
         return done, folder
@@ -111,15 +115,16 @@ class Trainer:
         peaks = self.plain(layout, dtype).peaks()
         return [(floor + peak) // 2 for floor, peak in zip(self._floors[layout.name, dtype], peaks, strict=True)]
 
-    def swapped(self, layout: Layout, dtype: str) -> Run:
-        key = layout.name, dtype
+    def swapped(self, layout: Layout, dtype: str, feature: str = SMART_SWAP) -> Run:
+        key = layout.name, dtype, feature
         if key not in self._swapped:
-            self._swapped[key] = self.train(layout, dtype, "--smart-swap", caps=self.caps(layout, dtype))
+            slow = {"MINDSPEED_SWAP_SIM_LINK_GBPS": SLOW_LINK_GBPS} if feature == ADAPTIVE else {}
+            self._swapped[key] = self.train(layout, dtype, feature, caps=self.caps(layout, dtype), **slow)
         return self._swapped[key]
 
     def _prepare(self, layout: Layout, dtype: str) -> None:
         """The plain run and the one for the floor. At once where each has one rank: most of a run is its start."""
-        floor_flags = ("--smart-swap", "--exit-interval", str(FLOOR_STEPS))
+        floor_flags = (SMART_SWAP, "--exit-interval", str(FLOOR_STEPS))
         with ThreadPoolExecutor(2 if layout.ranks == 1 else 1) as pool:
             plain = pool.submit(self.train, layout, dtype)
             floor = pool.submit(self.train, layout, dtype, *floor_flags)
@@ -127,7 +132,9 @@ class Trainer:
         self._floors[layout.name, dtype] = [summary["floor_bytes"] for summary in floor.result().summaries]
 
 
-def faults(trainer: Trainer, layout: Layout, dtype: str, plain: Run, swapped: Run) -> list[str]:
+def faults(
+    trainer: Trainer, layout: Layout, dtype: str, plain: Run, swapped: Run, least_held_saved: float = LEAST_HELD_SAVED
+) -> list[str]:
     """What is not as it must be, rank by rank; empty: all is well."""
     found = []
     caps = trainer.caps(layout, dtype)
@@ -141,7 +148,7 @@ def faults(trainer: Trainer, layout: Layout, dtype: str, plain: Run, swapped: Ru
         if ours["peak_bytes"] > caps[rank] or caps[rank] >= theirs["peak_bytes"]:
             found.append(f"rank {rank}: peak {ours['peak_bytes']}, cap {caps[rank]}, plain {theirs['peak_bytes']}")
         saved = held_saved(plain, swapped)[rank]
-        if saved < LEAST_HELD_SAVED:
+        if saved < least_held_saved:
             found.append(f"rank {rank}: held only {saved:.1%} lower")
         summary = swapped.summaries[rank]
         stable = summary["stable"]
@@ -176,13 +183,14 @@ def main(names: list[str]) -> int:
     folder.mkdir(parents=True)
     trainer = Trainer(folder, prepare_text(folder / "text"))
     bad = 0
-    for name in names or LAYOUTS:
+    feature = ADAPTIVE if "--adaptive" in names else SMART_SWAP
+    for name in [name for name in names if name != "--adaptive"] or LAYOUTS:
         name, _, dtype = name.partition(":")
         layout = LAYOUTS[name]
         dtype = dtype or layout.dtype
         start = time.monotonic()
         try:
-            plain, swapped = trainer.plain(layout, dtype), trainer.swapped(layout, dtype)
+            plain, swapped = trainer.plain(layout, dtype), trainer.swapped(layout, dtype, feature)
         except (TrainingFailed, subprocess.TimeoutExpired) as error:
             bad += 1
             print(f"{name:24} {dtype} FAILED {error}", flush=True)
@@ -196,7 +204,8 @@ def main(names: list[str]) -> int:
                 trainer.caps(layout, dtype), plain.peaks(), held_saved(plain, swapped), swapped.summaries, strict=True
             )
         )
-        print(f"{name:24} {dtype} {figures} | {time.monotonic() - start:.0f} s {found or 'ok'}", flush=True)
+        done = [line.split(";")[-1].strip() for line in swapped.output.splitlines() if "-> Stable" in line]
+        print(f"{name:24} {dtype} {done} {figures} | {time.monotonic() - start:.0f} s {found or 'ok'}", flush=True)
     return 1 if bad else 0
 
 

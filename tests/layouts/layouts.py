@@ -92,6 +92,9 @@ LAYOUTS: dict[str, Layout] = {
             ranks=1,
         ),
         Layout(
+            "dropout_only", _flags("--attention-dropout 0.1 --hidden-dropout 0.1"), ranks=1
+        ),
+        Layout(
             "dropout", _flags(f"--attention-dropout 0.1 --hidden-dropout 0.1 {_RECOMPUTE} core_attn"), ranks=1
         ),
     )

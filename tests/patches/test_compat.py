@@ -15,6 +15,8 @@ from mindspeed_swap.patches.compat import COMPAT, FEATURES, Feature, NotTested, 
 
 # What a user types for each feature (with what Megatron needs beside it), and what of it our messages name.
 TYPED = {
+    compat.SMART_SWAP: ("--smart-swap", "--smart-swap"),
+    compat.ADAPTIVE: ("--adaptive-memory-optimization", "--adaptive-memory-optimization"),
     compat.RECOMPUTE_SELECTIVE: ("--recompute-granularity selective", "--recompute-granularity selective"),
     compat.RECOMPUTE_FULL: (
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
@@ -34,7 +36,7 @@ TYPED = {
     compat.OTHER_OPTIMIZER: ("--optimizer sgd", "--optimizer sgd"),
 }
 # Our flags as typed: with a value, where they want one.
-OURS = {"--virtual-optimizer": "--virtual-optimizer all"}
+OURS = {"--virtual-optimizer": "--virtual-optimizer all", "--swap-config": "--swap-config FILE"}
 # Other names of the same.
 ALSO_TYPED = {
     compat.RECOMPUTE_SELECTIVE: [("--recompute-activations", "--recompute-activations")],
@@ -51,7 +53,11 @@ SHOWN_BY = {
     ("--smart-swap", compat.RECOMPUTE_SELECTIVE): ["recompute_core_attn", "recompute_mlp", "recompute_layernorm"],
     ("--smart-swap", compat.RECOMPUTE_FULL): ["recompute_block", "recompute_uniform"],
     ("--smart-swap", compat.OPTIMIZER_OFFLOAD): ["optimizer_offload"],
+    ("--adaptive-memory-optimization", compat.OPTIMIZER_OFFLOAD): ["optimizer_offload"],  # test_adaptive.py
+    ("--swap-config", compat.OPTIMIZER_OFFLOAD): ["optimizer_offload"],  # tests/fine_grained/test_real_training.py
 }
+# Of MindSpeed: Megatron's parser does not know them.
+MINDSPEED = (compat.MEMORY_FRAGMENTATION, compat.MINDSPEED_MEMORY)
 
 # Parses each line of arguments with Megatron's own parser, and reports what its features and our check say.
 PROGRAM = """
@@ -80,10 +86,15 @@ print(json.dumps(answers))
 """
 
 
-def lines() -> list[tuple[Feature, str, str]]:
+OUR_FEATURES = {"--smart-swap": compat.SMART_SWAP, "--adaptive-memory-optimization": compat.ADAPTIVE}
+
+
+def lines(ours: str) -> list[tuple[Feature, str, str]]:
+    """What is typed beside ``ours``. How two of ours go together stands in one of their rows."""
     return [
         (feature, typed, named)
         for feature in FEATURES
+        if feature not in MINDSPEED and (feature not in OUR_FEATURES.values() or feature in COMPAT[ours])
         for typed, named in [TYPED[feature], *ALSO_TYPED.get(feature, [])]
     ]
 
@@ -92,7 +103,7 @@ def lines() -> list[tuple[Feature, str, str]]:
 def answers() -> list:
     """Of every line, with each of our flags in front of it: (features in use, error text, warnings)."""
     pytest.importorskip("megatron.training")
-    asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines()]
+    asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines(ours)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP")}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(asked)],
@@ -103,10 +114,13 @@ def answers() -> list:
 
 
 def test_every_cell_as_the_table_says(answers):
-    cells = [(ours, *line) for ours in COMPAT for line in lines()]
+    cells = [(ours, *line) for ours in COMPAT for line in lines(ours)]
     for (ours, feature, _, named), (found, refused, untested) in zip(cells, answers, strict=True):
-        assert {title: flag for title, flag in found.items() if flag} == {feature.title: named}
+        own = {OUR_FEATURES[ours].title: ours} if ours in OUR_FEATURES else {}
+        assert {title: flag for title, flag in found.items() if flag} == own | {feature.title: named}
         cell = COMPAT[ours].get(feature)
+        if cell is None and named in COMPAT:
+            continue  # two flags of ours: the row of the other one says it
         if isinstance(cell, Refused):
             assert refused.startswith(f"{ours} cannot be used with {named}: {cell.why}; ")
             assert refused.endswith(cell.remedy or f"remove {named}")
@@ -118,17 +132,28 @@ def test_every_cell_as_the_table_says(answers):
 
 def test_every_flag_has_every_cell():
     of_the_optimizer = {compat.PRECISION_AWARE, compat.OPTIMIZER_GRAPH, compat.OTHER_OPTIMIZER}
-    assert set(COMPAT["--smart-swap"]) == set(FEATURES) - of_the_optimizer
+    our_own = set(OUR_FEATURES.values())
+    assert set(COMPAT["--smart-swap"]) == set(FEATURES) - of_the_optimizer - our_own
+    assert set(COMPAT["--adaptive-memory-optimization"]) == set(FEATURES) - of_the_optimizer - {compat.ADAPTIVE}
+    assert set(COMPAT["--swap-config"]) == set(FEATURES) - of_the_optimizer
     assert of_the_optimizer < set(COMPAT["--virtual-optimizer"])
-    assert set(TYPED) == set(FEATURES)
+    assert set(TYPED) == set(FEATURES) - set(MINDSPEED)
+
+
+@pytest.mark.parametrize("flag", ["memory_fragmentation", "recompute_in_bubble", "swap_attention"])
+@pytest.mark.parametrize("ours", ["smart_swap", "adaptive_memory_optimization", "swap_config"])
+def test_what_mindspeed_offers_is_refused(ours, flag):
+    args = argparse.Namespace(**{"smart_swap": False, ours: True, flag: True})
+    ours, flag = (f"--{name.replace('_', '-')}" for name in (ours, flag))
+    with pytest.raises(SettingError, match=f"{ours} cannot be used with {flag}: "):
+        arguments.check(args)
 
 
 def test_what_works_is_trained_somewhere():
     from layouts import LAYOUTS as trained
 
-    row = COMPAT["--smart-swap"]  # that of the virtual optimizer: tests/virtual_optimizer/test_megatron.py
-    works = {("--smart-swap", feature) for feature in row if isinstance(row[feature], Works)}
-    assert works == set(SHOWN_BY)
+    rows = {ours: row for ours, row in COMPAT.items() if ours != "--virtual-optimizer"}  # that one: test_megatron.py
+    assert {(ours, f) for ours, row in rows.items() for f in row if isinstance(row[f], Works)} == set(SHOWN_BY)
     for (_, feature), names in SHOWN_BY.items():
         for name in names:
             flag = TYPED[feature][1]
@@ -159,9 +184,11 @@ def test_without_a_flag_of_ours_nothing_is_refused():
 
 def test_the_table_for_the_documentation():
     head, rule, *rows = compat.markdown().splitlines()
-    assert head == "| Megatron | `--smart-swap` | `--virtual-optimizer` |"
-    assert rule == "|---|---|---|"
+    flags = "`--smart-swap` | `--adaptive-memory-optimization` | `--swap-config` | `--virtual-optimizer`"
+    assert head == f"| Megatron | {flags} |"
+    assert rule == "|---|---|---|---|---|"
     assert len(rows) == len(FEATURES)
-    assert "| full recompute | works: the inputs of the recomputed layers are swapped | no concern |" in rows
-    assert "| FSDP | not tested | error: it owns the optimizer's state |" in rows
+    full = next(row for row in rows if row.startswith("| full recompute | "))
+    assert full.startswith("| full recompute | works: the inputs of the recomputed layers are swapped | error: ")
+    assert "| FSDP | not tested | not tested | not tested | error: it owns the optimizer's state |" in rows
     assert any(row.startswith("| CUDA graphs | error: ") for row in rows)

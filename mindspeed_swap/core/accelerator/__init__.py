@@ -45,9 +45,9 @@ def prepare_device(asked_by: str) -> None:
         choice = _present_device()
     # Megatron's own check would come first otherwise, and it only says that Megatron requires CUDA.
     if choice == "npu":
-        from mindspeed_swap.core.accelerator.npu import NpuAccelerator
+        from mindspeed_swap.core.accelerator.npu import check_npu
 
-        NpuAccelerator()
+        check_npu(asked_by)
     if choice == "cuda":
         if torch.cuda.device_count() == 0:
             raise SettingError(
@@ -62,10 +62,15 @@ def prepare_device(asked_by: str) -> None:
 def cap_device(index: int) -> None:
     """MINDSPEED_SWAP_DEVICE_CAPACITY caps device ``index`` whether a feature is on or not. (The simulated device and a
     device that a feature uses cap themselves.) Without the variable it touches nothing."""
-    if CAPACITY_VARIABLE in os.environ and device_choice() in ("auto", "cuda") and torch.cuda.device_count() > index:
-        from mindspeed_swap.core.accelerator.cuda import apply_capacity
+    choice = device_choice()
+    if CAPACITY_VARIABLE not in os.environ or choice == "sim":
+        return
+    from mindspeed_swap.core.accelerator.torch_device import cap_memory
 
-        apply_capacity(index)
+    if choice == "npu" or (choice == "auto" and _npu_present()):
+        cap_memory(torch.npu, index)  # type: ignore[attr-defined]  # torch_npu adds it
+    elif torch.cuda.device_count() > index:
+        cap_memory(torch.cuda, index)
 
 
 @cache
@@ -93,8 +98,7 @@ def get_accelerator() -> Accelerator:
 def _present_device() -> str:
     # NPU first: under torch_npu's transfer_to_npu, torch.cuda answers for the NPU. torch_npu loads with torch itself
     # where it is installed, so it need not be imported here.
-    torch_npu = sys.modules.get("torch_npu")
-    if torch_npu is not None and torch_npu.npu.is_available():
+    if _npu_present():
         return "npu"
     # device_count asks NVML: unlike is_available it does not initialise CUDA, which would break later forks.
     if torch.cuda.device_count() > 0:
@@ -103,3 +107,8 @@ def _present_device() -> str:
         f"no accelerator found (CUDA, NPU). To simulate one on the CPU set {DEVICE_VARIABLE}=sim, "
         "and MINDSPEED_SWAP_DEVICE_CAPACITY=600MiB for its size"
     )
+
+
+def _npu_present() -> bool:
+    torch_npu = sys.modules.get("torch_npu")
+    return torch_npu is not None and bool(torch_npu.npu.is_available())

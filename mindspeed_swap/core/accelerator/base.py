@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size: to look at bits
+
 Stream = Any
 Event = Any
 
@@ -38,6 +40,10 @@ class Accelerator(ABC):
     """One device of this process."""
 
     name: str
+    # How an optimizer had best use state in host memory: by its kernels where it is, or streamed through the device.
+    kernels_use_host_memory_best = False
+    # Tensors over host memory come from ``swapped_memory``, not from ``map_host``.
+    has_swapped_memory = False
 
     # ---- whose memory
     @abstractmethod
@@ -98,6 +104,16 @@ class Accelerator(ABC):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Queue a copy of flat uint8 tensors of equal length, one on the device and one in registered host memory."""
 
+    def slab_bytes(self, nbytes: int) -> int:
+        """The next size, from ``nbytes`` up, in which page-locked memory is to be had without loss."""
+        return nbytes
+
+    def page_locked(self, nbytes: int) -> torch.Tensor | None:
+        """Flat uint8 in host memory that the device's own runtime has page-locked, freed with the last tensor over it.
+        None: the caller maps memory and registers it. ``nbytes`` is one of ``slab_bytes``. Raises RuntimeError if the
+        system has no more."""
+        return None
+
     @abstractmethod
     def register_host(self, address: int, nbytes: int) -> None:
         """Page-lock host memory for the copy engines."""
@@ -112,6 +128,15 @@ class Accelerator(ABC):
         Raises NotImplementedError where the device has no such tensors.
         """
         raise NotImplementedError(f"{self.name}: no tensors over host memory")
+
+    def swapped_memory(self, nbytes: int) -> torch.Tensor:
+        """Like ``map_host``, where the memory must come from the device's driver: a flat uint8 device tensor over new
+        host memory, which ``copy`` takes as host memory. Made once and kept. Raises MemoryError."""
+        raise NotImplementedError(f"{self.name}: use map_host")
+
+    def write_mapped(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Like ``dst.copy_(src)``, where ``dst`` is a tensor over host memory (``map_host``, ``swapped_memory``)."""
+        dst.copy_(src)
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A plain host tensor with memory of its own, holding the values that the live compute stream has there."""

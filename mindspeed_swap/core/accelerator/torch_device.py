@@ -1,0 +1,144 @@
+"""What torch's own devices have in common: ``torch.cuda`` and ``torch.npu`` are one interface, a caching allocator
+under a process memory fraction, and streams and events that are handled alike."""
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Accelerator, DeviceMemory, Interval
+from mindspeed_swap.core.accelerator.watch import Handler, watch_allocator
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.units import format_bytes, parse_bytes
+
+CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
+
+
+def cap_memory(module: Any, index: int) -> int:
+    """Cap device ``index`` for this process as MINDSPEED_SWAP_DEVICE_CAPACITY says. Returns the device's own bytes.
+
+    ``module``: torch.cuda or torch.npu. Creates a context. Raises SettingError if the device has less.
+    """
+    # The figure that the allocator multiplies its fraction with; the device's properties say a little less.
+    total_bytes: int = module.mem_get_info(index)[1]
+    text = os.environ.get(CAPACITY)
+    if text:
+        wanted = parse_bytes(text, CAPACITY)
+        if wanted > total_bytes:
+            raise SettingError(
+                f"{CAPACITY}={text!r} is more than the {format_bytes(total_bytes)} ({total_bytes} bytes) "
+                f"of {module.get_device_name(index)}: give less, or unset it to use all of the device"
+            )
+        module.set_per_process_memory_fraction(wanted / total_bytes, index)
+    return total_bytes
+
+
+class TorchAccelerator(Accelerator):
+    """The current device of ``module`` (torch.cuda or torch.npu), already initialised."""
+
+    def __init__(
+        self,
+        module: Any,
+        build_guard: Callable[[], Any],
+        live_stream: Callable[[int], tuple[int, int, int]],
+        set_stream: Callable[..., None],
+    ) -> None:
+        """``build_guard`` loads ``csrc/oom_guard.cpp`` for this device; the other two are what the module's own
+        functions for the current stream call. Raises SettingError for a capacity that the device does not have."""
+        self._module = module
+        self._live_stream, self._set_stream = live_stream, set_stream
+        self._index: int = module.current_device()
+        self._device = torch.device(self.name, self._index)
+        self._total_bytes = cap_memory(module, self._index)
+        self._streams: dict[tuple[int, int, int], Any] = {}
+        self._watch, self._hooked = watch_allocator(module, str(self._device), self._index, build_guard)
+        atexit.register(self.close)  # no handler may be called, nor keep tensors alive, while Python goes away
+
+    # ---- whose memory
+    def owns(self, tensor: torch.Tensor) -> bool:
+        # Dispatch on the device's type only: under torch_npu's transfer_to_npu, flags for CUDA are true on an NPU.
+        device = tensor.device
+        if device.type != self.name or device.index != self._index or tensor.layout is not torch.strided:
+            return False
+        # Memory that came from elsewhere (from_blob: DLPack, __cuda_array_interface__, IPC, symmetric memory) has no
+        # allocator and so cannot be resized: freeing it gives us nothing.
+        return tensor.untyped_storage().resizable()
+
+    def memory(self) -> DeviceMemory:
+        allocated, reserved = self._watch.memory(self._index)
+        # Asked every time: training scripts set a fraction of their own, some of them late.
+        fraction = self._module.get_per_process_memory_fraction(self._index)
+        return DeviceMemory(allocated, reserved, min(self._total_bytes, round(fraction * self._total_bytes)))
+
+    def take_interval(self) -> Interval:
+        return Interval(*self._watch.take_interval())
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if not torch.is_inference_mode_enabled():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with torch.inference_mode(False):  # an inference tensor would be refused by a later backward
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def on_pressure(self, handler: Handler | None) -> bool:
+        if self._hooked:
+            self._watch.set_handler(handler)
+        return self._hooked
+
+    # ---- order
+    def compute_stream(self) -> Any:
+        # The live one; only the Python object for it is remembered, which is most of what current_stream() costs.
+        live = self._live_stream(self._index)
+        stream = self._streams.get(live)
+        if stream is None:
+            stream = self._streams[live] = self._module.current_stream(self._index)
+        return stream
+
+    def new_stream(self) -> Any:
+        """A stream of torch's pool: it is never destroyed, so ask once and keep it."""
+        return self._module.Stream(self._index)
+
+    def record(self, stream: Any) -> Any:
+        # Not pooled: creating an event costs less than finding out in Python whether an old one is still referred to.
+        event = self._module.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Any, event: Any) -> None:
+        stream.wait_event(event)
+
+    def done(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Any = None) -> None:
+        if event is None:
+            self._module.synchronize(self._index)
+        else:
+            event.synchronize()
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end))
+
+    # ---- bytes
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        # Both flat uint8: one asynchronous memcpy, no kernel. `copy_` keeps neither tensor alive until the copy is
+        # over; whoever queued it holds both until an event behind it has passed.
+        # This is `with module.stream(stream)` without its checks, which cost ten times as much as the copy itself.
+        live = self._live_stream(self._index)
+        self._set_stream(stream.stream_id, stream.device_index, stream.device_type)
+        try:
+            self._move(dst, src)
+        finally:
+            self._set_stream(*live)
+
+    def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """On the live stream."""
+        dst.copy_(src, non_blocking=True)
+
+    def close(self) -> None:
+        """Removes the allocator hook. Streams and the capacity stay: both are torch's, for the process."""
+        atexit.unregister(self.close)
+        self._watch.uninstall()
+        self._hooked = False

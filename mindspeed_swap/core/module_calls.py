@@ -1,0 +1,116 @@
+"""Module calls as the manager sees them: recorded, recomputed where the plan says so, and run again (again.py)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.saved_tensor import SavedTensor, State
+from mindspeed_swap.core.spans import span
+from mindspeed_swap.core.trace import ModuleKey
+
+if TYPE_CHECKING:
+    from mindspeed_swap.core.swap_manager import SwapManager
+
+
+class ModuleCalls:
+    """A part of the manager."""
+
+    def __init__(self, manager: SwapManager, random: RandomState) -> None:
+        self.random = random
+        self.planned: set[ModuleKey] = set()  # to be recomputed
+        self._manager = manager
+        self._call: Call | None = None  # of those, the one whose forward runs
+        self._produced = Produced()
+        self._on_module: Callable[[tuple[Any, Any]], None] | None = None  # told of module calls while one runs again
+        self._runs_again = 0  # how many are running, one inside the other
+
+    def call(
+        self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        *, keeps_outputs: bool = False, once: bool = False,
+    ) -> Any:  # fmt: skip
+        """``function(*args, **kwargs)``, as the call of a module of that name: it is recorded, and recomputed if the
+        plan says so. Outside ``forward`` it is nothing more.
+
+        Recomputed, it also frees what others save of its outputs, if not ``keeps_outputs``: then the next call of its
+        kind can be run from them. ``once``: it must not run again.
+        """
+        scope = self._manager.scope
+        if scope is None:
+            if self._on_module is None:
+                return function(*args, **kwargs)
+            self._on_module((args, kwargs))
+            with may_stop(args):
+                return function(*args, **kwargs)
+        key = scope.next_call(name)
+        self._manager.at(scope.module_border())
+        tracked, versions = None, []
+        if (recorder := self._manager.recorder) is not None:
+            inputs = [tensor for tensor in tensors((args, kwargs)) if not self._manager.movable.refuses(tensor)]
+            versions = [(tensor, tensor._version) for tensor in inputs]
+            tracked = recorder.enter(key, [(tensor, self._manager.find(tensor)) for tensor in inputs])
+        if self._call is not None:
+            with self._call.module((args, kwargs)):
+                result = function(*args, **kwargs)
+        elif key not in self.planned or once:
+            result = function(*args, **kwargs)
+        else:
+            self._call = call = Call(key, function, (args, kwargs), self._manager.hold, self.random)
+            try:
+                result = function(*args, **kwargs)
+            finally:
+                self._call = None
+            if not keeps_outputs:
+                self._produced.add(call, tensors(result))
+        self._manager.at(scope.module_border())
+        if recorder is not None and tracked is not None and recorder is self._manager.recorder:
+            unchanged = not once and all(tensor._version == version for tensor, version in versions)
+            recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
+        return result
+
+    def run_again(self, call: Call, wanted: SavedTensor) -> None:
+        manager, accelerator = self._manager, self._manager.accelerator
+        with call.lock:
+            if wanted.state is not State.DROPPED:
+                return  # another thread was faster
+            outer, manager.scope = manager.scope, None  # layers and modules inside are not new ones
+            self._runs_again += 1
+            measured = manager.recorder if self._runs_again == 1 else None
+            if measured:
+                earlier, before = accelerator.take_interval(), accelerator.record(accelerator.compute_stream())
+            try:
+                with span("recompute of", call.key):
+                    call.run(manager.fetch, manager.dropped, manager.give, self._watching)
+            finally:
+                self._runs_again -= 1
+                manager.scope = outer
+            manager.stats.recomputed_calls += 1
+            if measured:
+                after = accelerator.record(accelerator.compute_stream())
+                measured.recomputed(call.key, before, after, earlier, accelerator.take_interval())
+
+    @contextmanager
+    def _watching(self, enter: Callable[[tuple[Any, Any]], None]) -> Iterator[None]:
+        outer, self._on_module = self._on_module, enter
+        try:
+            yield
+        finally:
+            self._on_module = outer
+
+    # ---- for the hooks of the manager
+    def next_save(self) -> int | None:
+        """Number of a save within the call that will run again; None outside."""
+        return self._call.next_save() if self._call else None
+
+    def makes(self, saved: SavedTensor, number: int | None) -> Call | None:
+        """The call that can make it again, so that it need not be kept. ``number``: of this save within a call."""
+        if number is not None and self._call is not None:
+            self._call.drops(saved, number)
+            return self._call
+        made = self._produced.find(saved)
+        if made is None:
+            return None
+        call, index = made
+        call.drops_output(saved, index)
+        return call
