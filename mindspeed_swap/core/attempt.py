@@ -16,7 +16,7 @@ from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen
 from mindspeed_swap.core.scene import Stage
 from mindspeed_swap.core.simulate import plain_step_ms
-from mindspeed_swap.core.windows import RangeMin, link_rates
+from mindspeed_swap.core.windows import link_rates
 
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 SEARCH_WORK = 40_000
@@ -205,26 +205,19 @@ class Attempt:
         """Drop what memory can do without: the most expensive modules first, then least bytes times time first."""
         stage, trace = self.stage, self.stage.trace
         room = [self.target - value for value in self.curve]
-        least_room = RangeMin(room)
         flags = list(self.flags)
         for m in sorted((m for m, on in enumerate(flags) if on), key=lambda m: -stage.modules[m].record.forward_ms):
-            module = stage.modules[m]
-            if least_room(*module.hull) >= module.freed_bytes and _fill(room, *module.hull, module.freed_bytes):
+            if _fill(room, *stage.modules[m].hull, stage.modules[m].freed_bytes):
                 flags[m] = False
         if tuple(flags) != self.flags:
             curve = stage.scene(tuple(flags)).curve(self.placed)
             if max(curve) <= self.target:
                 self._take(tuple(flags), self.placed, curve)
             room = [self.target - value for value in self.curve]
-            least_room = RangeMin(room)
-        candidates = [
-            (trace.saved[item.record].nbytes * (item.prefetch - item.release), item)
-            for item in self.placed
-            if least_room(item.release + 1, item.prefetch) >= trace.saved[item.record].nbytes
-        ]
+        sizes = [(trace.saved[item.record].nbytes * (item.prefetch - item.release), item) for item in self.placed]
         dropped: set[int] = set()
         work = PRUNE_WORK
-        for _, (number, release, prefetch) in sorted(candidates):
+        for _, (number, release, prefetch) in sorted(sizes):
             work -= prefetch - release
             if work > 0 and _fill(room, release + 1, prefetch, trace.saved[number].nbytes):
                 dropped.add(number)

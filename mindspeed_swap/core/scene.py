@@ -4,8 +4,9 @@ For swaps a recompute is only another trace: what it frees is gone, later points
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate, chain
 from operator import add
 
@@ -15,7 +16,7 @@ from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompu
 from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
 from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.core.windows import View, Window, link_rates, windows, windows_left
+from mindspeed_swap.core.windows import View, Window, link_rates, points_to_act, windows, windows_left
 
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
@@ -26,22 +27,22 @@ MAX_SCENES = 256
 
 class Scene:
     def __init__(
-        self, trace: StepTrace, keep: list[int], jobs: list[Window], modules: Sequence[Module], last_resort: set[int]
-    ) -> None:
-        """``keep``: the memory curve with nothing swapped. ``last_resort``: see ``View``."""
+        self, trace: StepTrace, acts: list[int], keep: list[int], jobs: list[Window], modules: Sequence[Module],
+        last_resort: set[int],
+    ) -> None:  # fmt: skip
+        """``acts``: points at which the manager acts. ``keep``: the memory curve with nothing swapped. ``last_resort``:
+        see ``View``."""
         self.trace = trace
+        self.acts = acts
         self.keep = keep
         self.jobs = jobs
         self.modules = modules
         self._last_resort = last_resort
-        self._views: tuple[View, View] | None = None
 
-    @property
+    @cached_property
     def views(self) -> tuple[View, View]:
-        if self._views is None:
-            args = self.trace, self.jobs, self.modules, self._last_resort
-            self._views = View(*args, backwards=False), View(*args, backwards=True)
-        return self._views
+        args = self.trace, self.jobs, self.modules, self._last_resort
+        return View(*args, backwards=False), View(*args, backwards=True)
 
     @property
     def farthest(self) -> list[Placed]:
@@ -63,7 +64,7 @@ class Scene:
         """Ways to choose records, most promising first. A copy under way frees nothing until it is over, which
         ``choose`` does not see: so aim below the target by some tensors."""
         largest = max((job.nbytes for job in self.jobs), default=0)
-        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
+        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0)):
             aim = max(least, target - margin * largest)
             over = [value - aim for value in self.keep] + [-1]
             chosen = [False] * len(self.jobs)
@@ -83,11 +84,13 @@ class Scene:
         chosen = [release != NOT_NEEDED for release in releases]
         until = [last - release for release in releases]
         prefetches = lay_out(astern, over[::-1], chosen, until, PREFETCH_HEADROOM)
-        placed = [
-            (last - mirrored, job.read, job.record, release)
-            for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True)
-            if release != NOT_NEEDED and mirrored != NOT_NEEDED
-        ]
+        placed = []
+        for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True):
+            if release != NOT_NEEDED and mirrored != NOT_NEEDED:
+                # A little longer where the manager does not act: at a point whose position was met before.
+                release = self.acts[bisect_right(self.acts, release) - 1]
+                prefetch = self.acts[bisect_left(self.acts, last - mirrored)]
+                placed.append((prefetch, job.read, job.record, release))
         placed.sort()
         return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
 
@@ -106,9 +109,10 @@ class Scene:
 
         def neighbours(here: dict[int, Placed], number: int) -> Iterator[dict[int, Placed]]:
             job, (_, release, prefetch) = jobs[number], here[number]
+            legal = self.acts[bisect_left(self.acts, job.release) : bisect_right(self.acts, job.prefetch)]
             ends = chain(
-                (Placed(number, at, prefetch) for at in range(job.release, prefetch)),
-                (Placed(number, release, at) for at in range(release + 1, job.prefetch + 1)),
+                (Placed(number, at, prefetch) for at in legal if at < prefetch),
+                (Placed(number, release, at) for at in legal if at > release),
             )
             for changed in ({**here, number: other} for other in ends):
                 if next(looks, None) is None:
@@ -120,7 +124,11 @@ class Scene:
                 for other in self.jobs:
                     if other.record != number and other.release < first and last <= other.prefetch:
                         item = changed.get(other.record, Placed(other.record, other.prefetch, other.release))
-                        longer = Placed(other.record, min(item.release, first - 1), max(item.prefetch, last))
+                        longer = Placed(
+                            other.record,
+                            min(item.release, self.acts[bisect_left(self.acts, first) - 1]),
+                            max(item.prefetch, self.acts[bisect_left(self.acts, last)]),
+                        )
                         if next(looks, None) is None:
                             return
                         if max(self.curve({**changed, other.record: longer}.values())) <= target:
@@ -148,6 +156,7 @@ class Stage:
         self.order = by_price(self.modules)
         everything = {id(module) for module in full_recompute(self.modules)}
         self.full = tuple(id(module) in everything for module in self.modules)
+        self._acts = points_to_act(trace)
         jobs = windows(trace) if swap else []
         if host_budget is not None:
             jobs = _fitting(trace, jobs, host_budget)
@@ -156,7 +165,9 @@ class Stage:
         cheap = (module for module in self.modules if module.record.forward_ms < price * module.freed_bytes)
         self._cheap = {number for module in cheap for number in module.frees}
         self._scenes: dict[tuple[bool, ...], Scene] = {}
-        self.plain = self._scenes[self.nothing] = Scene(trace, memory_curve(trace, ()), jobs, (), set())
+        self.plain = self._scenes[self.nothing] = Scene(
+            trace, self._acts, memory_curve(trace, ()), jobs, (), set()
+        )
 
     def scene(self, flags: tuple[bool, ...]) -> Scene:
         found = self._scenes.get(flags)
@@ -168,8 +179,8 @@ class Stage:
             for i, change in recompute_changes(trace, modules):
                 delta[i] += change
             keep = list(map(add, plain.keep, accumulate(delta)))
-            jobs = windows_left(trace, plain.jobs, modules)
-            found = self._scenes[flags] = Scene(trace, keep, jobs, modules, self._cheap)
+            jobs = windows_left(trace, plain.jobs, modules, self._acts)
+            found = self._scenes[flags] = Scene(trace, self._acts, keep, jobs, modules, self._cheap)
         return found
 
     def members(self, flags: Iterable[bool]) -> list[Module]:
