@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
 from operator import add
 
-from mindspeed_swap.core.choose import choose
 from mindspeed_swap.core.lanes import Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
 from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
-from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
+from mindspeed_swap.core.sweeps import NOT_NEEDED, choose, lay_out
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.core.windows import View, Window, link_rates, points_to_act, windows, windows_left
 
@@ -25,23 +25,18 @@ PREFETCH_HEADROOM = 0.2
 MAX_SCENES = 256
 
 
+@dataclass(eq=False)
 class Scene:
-    def __init__(
-        self, trace: StepTrace, acts: list[int], keep: list[int], jobs: list[Window], modules: Sequence[Module],
-        last_resort: set[int],
-    ) -> None:  # fmt: skip
-        """``acts``: points at which the manager acts. ``keep``: the memory curve with nothing swapped. ``last_resort``:
-        see ``View``."""
-        self.trace = trace
-        self.acts = acts
-        self.keep = keep
-        self.jobs = jobs
-        self.modules = modules
-        self._last_resort = last_resort
+    trace: StepTrace
+    acts: list[int]  # points at which the manager acts
+    keep: list[int]  # the memory curve with nothing swapped
+    jobs: list[Window]
+    modules: Sequence[Module]
+    last_resort: set[int]  # see ``View``
 
     @cached_property
     def views(self) -> tuple[View, View]:
-        args = self.trace, self.jobs, self.modules, self._last_resort
+        args = self.trace, self.jobs, self.modules, self.last_resort
         return View(*args, backwards=False), View(*args, backwards=True)
 
     @property
