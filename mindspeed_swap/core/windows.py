@@ -5,7 +5,7 @@ and the memory is away until the release. So the planner writes every sweep once
 """
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,9 +17,6 @@ from mindspeed_swap.core.trace import BACKWARD, FORWARD, OUTSIDE, SavedRecord, S
 # Tensors of one layer are told apart by size rather than by next use while their reads lie closer together than this
 # share of the time they can be away: fewer copies, and the difference in window is not worth one.
 SAME_USE_SHARE = 0.25
-# Smaller copies waste the link (1 MiB: 50 GB/s, 256 KiB: 29 GB/s, large: 55) and the host's time: only where larger
-# ones do not suffice.
-SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +50,10 @@ def windows_left(trace: StepTrace, jobs: list[Window], modules: Sequence[Module]
     needed = first_reads(trace, modules)
     found: list[Window] = []
     for job in jobs:
-        if job.record in needed:
-            job_left = _window(acts, job.record, job.nbytes, job.saved, job.release, needed[job.record])
-        else:
-            job_left = [job]
-        if job.record not in freed:
-            found += job_left
+        if job.record in needed and job.record not in freed:
+            found += _window(acts, job.record, job.nbytes, job.saved, job.release, needed[job.record])
+        elif job.record not in freed:
+            found.append(job)
     return found
 
 
@@ -113,46 +108,31 @@ class View:
             for module in modules:
                 spent[module.run + 1] += module.record.forward_ms
             times = [time + more for time, more in zip(times, accumulate(spent), strict=False)]
-        there, back = link_rates(trace)
+        self.rate = link_rates(trace)[backwards]
         if backwards:
             end = times[-1] if times else 0.0
             times = [end - time for time in reversed(times)]
-            there, back = back, there
             self.start = [n - 1 - job.read for job in jobs]
             self.early = [n - 1 - job.prefetch for job in jobs]
             self.until = [n - 1 - job.release for job in jobs]
-            opposite = [n - 1 - job.saved for job in jobs]
         else:
             self.start = [job.saved for job in jobs]
             self.early = [job.release for job in jobs]
             self.until = [job.prefetch for job in jobs]
-            opposite = [job.read for job in jobs]
         self.times = times
-        self.rate = there
         self.nbytes = [job.nbytes for job in jobs]
-        self.copy_ms = [trace.copy_overhead_ms + job.nbytes / there for job in jobs]
-        # The last point up to which the memory can be away if the copy of the other lane is alone on it.
-        self.easy = [
-            min(until, bisect_right(times, times[at] - nbytes / back) - 1)
-            for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
-        ]
-        grade = [(job.record in last_resort) + 2 * (job.nbytes < SMALL_BYTES) for job in jobs]
+        self.copy_ms = [trace.copy_overhead_ms + job.nbytes / self.rate for job in jobs]
+        grade = [job.record in last_resort for job in jobs]
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.
         self.wave = [(*trace.saved[job.record].key[:2], g) for g, job in zip(grade, jobs, strict=True)]
         self.at_start = self._at(self.start)
         self.at_early = self._at(self.early)
         self.at_until = self._at(self.until)
-        self.at_easy = self._at(self.easy)
 
     def _at(self, where: list[int]) -> list[list[int]]:
-        empty: list[int] = []
-        table = [empty] * self.length
+        table: list[list[int]] = [[] for _ in range(self.length)]
         for j, i in enumerate(where):
-            if i < 0:
-                continue
-            if table[i] is empty:
-                table[i] = []
             table[i].append(j)
         return table
 
