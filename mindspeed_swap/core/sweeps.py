@@ -70,15 +70,15 @@ def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
     it serves the longest), and those whose copy finds idle time before those that make compute wait."""
     lane = _Lane()
     rate, times, nbytes = view.rate, view.times, view.nbytes
-    start, until, copy_ms, rank = view.start, view.until, view.copy_ms, view.rank
+    start, until, easy, copy_ms, rank = view.start, view.until, view.easy, view.copy_ms, view.rank
     clock = [0.0] * view.length
     shift = 0.0
-    away = 0  # bytes of chosen windows open now
+    away = away_easy = 0  # bytes of chosen windows open now; of those whose way back is still easy
     pools: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = {}  # heaps of what may be taken, by wave
     blocked = _NEVER  # nothing was found to be queued before this
 
     def best(i: int, limit: float | None) -> int | None:
-        """The furthest next use, with a ``limit`` among those that are queued before it."""
+        """The furthest next use, with a ``limit`` among those that are queued before it and come back easily."""
         found: tuple[int, int, int, int] | None = None
         for wave in list(pools):
             heap = pools[wave]
@@ -92,15 +92,17 @@ def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
                 j = item[3]
                 if (found is not None and item >= found) or chosen[j] or until[j] <= i:
                     continue
-                if limit is None or clock[start[j]] < limit:
+                if limit is None or (clock[start[j]] < limit and easy[j] > i):
                     found = item
         return None if found is None else found[3]
 
-    def take(j: int, now: float) -> None:
-        nonlocal away
+    def take(j: int, i: int, now: float) -> None:
+        nonlocal away, away_easy
         chosen[j] = True
         lane.add(clock[start[j]], copy_ms[j], now)
         away += nbytes[j]
+        if easy[j] > i:
+            away_easy += nbytes[j]
 
     for i in range(view.length - 1):
         now = clock[i] = times[i] + shift
@@ -110,17 +112,22 @@ def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
         for j in view.at_early[i]:
             if chosen[j]:
                 away += nbytes[j]
+                if easy[j] > i:
+                    away_easy += nbytes[j]
             else:
                 heappush(pools.setdefault(view.wave[j], []), rank[j])
                 blocked = _NEVER
         for j in view.at_until[i]:
             if chosen[j]:
                 away -= nbytes[j]
+        for j in view.at_easy[i]:
+            if chosen[j] and view.early[j] < i:
+                away_easy -= nbytes[j]
         excess = over[i + 1]
         if excess <= 0:
             continue
-        # Without a wait: copies that are complete.
-        while excess > max(0.0, away - max(0.0, lane.free - now) * rate):
+        # Without a wait: copies that are complete, and whose way back is easy.
+        while excess > max(0.0, away_easy - max(0.0, lane.free - now) * rate):
             limit = lane.idle_until(now)
             if limit <= blocked:
                 break
@@ -128,13 +135,13 @@ def choose(view: View, over: Sequence[int], chosen: list[bool]) -> None:
             if pick is None:
                 blocked = limit
                 break
-            take(pick, now)
+            take(pick, i, now)
         # With a wait, if it must be.
         while excess > away:
             pick = best(i, None)
             if pick is None:
                 break
-            take(pick, now)
+            take(pick, i, now)
         backlog = max(0.0, lane.free - now)
         if excess > away - backlog * rate:
             shift += min(backlog, (excess - away) / rate + backlog)

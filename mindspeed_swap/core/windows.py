@@ -5,7 +5,7 @@ and the memory is away until the release. So the planner writes every sweep once
 """
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -108,20 +108,29 @@ class View:
             for module in modules:
                 spent[module.run + 1] += module.record.forward_ms
             times = [time + more for time, more in zip(times, accumulate(spent), strict=False)]
-        self.rate = link_rates(trace)[backwards]
+        there, back = link_rates(trace)
         if backwards:
             end = times[-1] if times else 0.0
             times = [end - time for time in reversed(times)]
+            there, back = back, there
             self.start = [n - 1 - job.read for job in jobs]
             self.early = [n - 1 - job.prefetch for job in jobs]
             self.until = [n - 1 - job.release for job in jobs]
+            opposite = [n - 1 - job.saved for job in jobs]
         else:
             self.start = [job.saved for job in jobs]
             self.early = [job.release for job in jobs]
             self.until = [job.prefetch for job in jobs]
+            opposite = [job.read for job in jobs]
         self.times = times
+        self.rate = there
         self.nbytes = [job.nbytes for job in jobs]
-        self.copy_ms = [trace.copy_overhead_ms + job.nbytes / self.rate for job in jobs]
+        self.copy_ms = [trace.copy_overhead_ms + job.nbytes / there for job in jobs]
+        # The last point up to which the memory can be away if the copy of the other lane is alone on it.
+        self.easy = [
+            min(until, bisect_right(times, times[at] - nbytes / back) - 1)
+            for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
+        ]
         grade = [job.record in last_resort for job in jobs]
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.
@@ -129,11 +138,13 @@ class View:
         self.at_start = self._at(self.start)
         self.at_early = self._at(self.early)
         self.at_until = self._at(self.until)
+        self.at_easy = self._at(self.easy)
 
     def _at(self, where: list[int]) -> list[list[int]]:
         table: list[list[int]] = [[] for _ in range(self.length)]
         for j, i in enumerate(where):
-            table[i].append(j)
+            if i >= 0:  # a copy may be too long to be back easily at any point
+                table[i].append(j)
         return table
 
     def _ranks(self, trace: StepTrace, jobs: list[Window]) -> list[tuple[int, int, int]]:
