@@ -5,7 +5,7 @@
 
 Bytes that must leave: the plain run's forward/backward peak less the budget. What leaves goes out during one forward
 and comes back during one backward, each at the bandwidth of its direction with the link to itself; what is above that
-is exposed. Recompute is taken in any fraction, cheapest per byte first. Both make the bound lower than what is possible.
+is exposed. Recompute is taken in any fraction, cheapest per byte first. Both make the bound lower than what can be had.
 """
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 def read(folders: Iterable[Path], device: str) -> Results:
     """Raises ValueError naming the file that is not a result file of this version."""
-    records, machines = [], {}
+    records, machines, overheads = [], {}, []
     for path in sorted({path for folder in folders for path in folder.glob("*.json")}):
         data = json.loads(path.read_text())
         if data.get("version") != VERSION or "points" not in data:
@@ -29,12 +29,16 @@ def read(folders: Iterable[Path], device: str) -> Results:
         if data["machine"]["device"] == device:
             records += [record | {"file": path.name} for record in data["points"]]
             machines[data["machine"]["id"]] = data["machine"] | {"versions": data["versions"]}
-    return Results(sorted(records, key=lambda record: record["when"]), machines)
+            if "host_overhead" in data:
+                overheads.append(data["host_overhead"])
+    return Results(sorted(records, key=lambda record: record["when"]), machines, overheads)
 
 
 class Results:
-    def __init__(self, records: list[Record], machines: Mapping[str, Any]) -> None:
-        self.records, self.machines = records, machines
+    def __init__(
+        self, records: list[Record], machines: Mapping[str, Any], host_overheads: Sequence[Record] = ()
+    ) -> None:
+        self.records, self.machines, self.host_overheads = records, machines, host_overheads
 
     def runs(self, workload: str, point: str) -> list[Record]:
         """All that ended well."""

@@ -72,7 +72,8 @@ class Call:
             here = [run for run in results.runs(name, reference) if run["machine"] == self.machine["id"]]
             if reference in points and not here and reference not in self.tried:
                 return points[reference]
-        wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in self.args.points)]
+        patterns = self.args.points
+        wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
         counts = {point.name: self._count(point.name) for point in wanted}
         least = min(counts.values(), default=0)
         if least >= self.args.rounds:

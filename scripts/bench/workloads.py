@@ -44,7 +44,7 @@ _TE = {"IMPL": "transformer_engine"}
 _GPU = (
     Workload("A", "8 layers x 4096, 8192 tokens", _A, fractions=_spaced(98, 2)),
     Workload("B", "4 layers x 4096, 32768 tokens", _B, fractions=_spaced(96, 4)),
-    Workload("C", "A with 4 microbatches", _A | {"GBS": "4"}, microbatches=4, features=("optimizer",)),
+    Workload("C", "A with 4 microbatches", _A | {"GBS": "4"}, microbatches=4, features=("adaptive", "optimizer")),
     Workload("D", "A, TP 2", _A | {"TP": "2"}, ranks=2, fractions=_spaced(98, 2)),
     Workload("E2", "16 layers, PP 2, 8 microbatches", _A | {"LAYERS": "16", "PP": "2", "GBS": "8"}, ranks=2,
              microbatches=8, features=("adaptive",)),
@@ -63,7 +63,7 @@ _PP = _TINY | {"LAYERS": "8", "PP": "2", "GBS": "64"}
 _SIM = {
     "A": Workload("A", "tiny", _TINY, fractions=_spaced(96, 5)),
     "B": Workload("B", "tiny", _TINY | {"LAYERS": "4", "SEQ": "256"}, fractions=_spaced(96, 5)),
-    "C": Workload("C", "tiny", _TINY | {"GBS": "32"}, microbatches=4, features=("optimizer",)),
+    "C": Workload("C", "tiny", _TINY | {"GBS": "32"}, microbatches=4, features=("adaptive", "optimizer")),
     "D": Workload("D", "tiny", _TINY | {"TP": "2"}, ranks=2, fractions=_spaced(96, 5)),
     "E2": Workload("E2", "tiny", _PP, ranks=2, microbatches=8, features=("adaptive",)),
     "E2V": Workload("E2V", "tiny", _PP, (*_VPP, "2"), ranks=2, microbatches=8, features=("adaptive",)),

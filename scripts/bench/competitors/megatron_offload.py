@@ -11,7 +11,12 @@ from typing import Any
 from points import Context, Point
 
 # Swept: each one's best counts. attn_proj needs core_attn.
-MODULES = ("core_attn attn_proj", "attn_norm qkv_linear core_attn attn_proj mlp_norm", "core_attn", "qkv_linear core_attn attn_proj")
+MODULES = (
+    "core_attn attn_proj",
+    "attn_norm qkv_linear core_attn attn_proj mlp_norm",
+    "core_attn",
+    "qkv_linear core_attn attn_proj",
+)
 MOE_MODULES = ("expert_fc1 moe_act", "core_attn attn_proj expert_fc1 moe_act")
 FRACTIONS = (1.0, 0.5)  # of the groups
 
