@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Call:
 
     def __init__(self, args: argparse.Namespace, chosen: Workload) -> None:
         self.args, self.workload = args, chosen
+        self.file = f"{args.device}-{chosen.name}-{args.part}.json"
+        self.inspect: Callable[[Path], dict[str, Any]] | None = None  # adds to a record what the run's folder tells
         self.machine = describe(args.device)
         self.ends = time.monotonic() + 60 * args.minutes
         self.earlier = read([args.out, *args.known], args.device)
@@ -103,7 +105,7 @@ class Call:
                 print(f"time is up: {point.name} and what follows need another call", flush=True)
                 return 1
             self.tried.add(point.name)
-            record = train(self.workload, point, self.args.device, self.machine["id"], left)
+            record = train(self.workload, point, self.args.device, self.machine["id"], left, self.inspect)
             if record is None:
                 print(f"{point.name}: ended as time is up; to be run again", flush=True)
                 return 1
@@ -117,10 +119,10 @@ class Call:
             "version": VERSION,
             "machine": self.machine,
             "versions": versions(),
-            "command": " ".join(["scripts/bench/run.py", *self.args.given]),
+            "command": " ".join([f"scripts/bench/{Path(sys.argv[0]).name}", *self.args.given]),
             "points": self.added,
         }
-        path = self.args.out / f"{self.args.device}-{self.workload.name}-{self.args.part}.json"
+        path = self.args.out / self.file
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(data, indent=1) + "\n")
         os.replace(partial, path)

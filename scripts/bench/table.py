@@ -55,7 +55,7 @@ def document(results: Results, device: str, pictures: Iterable[str]) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -67,11 +67,11 @@ def _machines(results: Results) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         card = f"{machine.get('cards', 1)} x {machine['card']}"
         rows.append((str(number), card, machine.get("driver", "-"), machine.get("link", "-"), versions))
-    return _grid(("machine", "card", "driver", "link", "versions"), rows) if rows else "No result files.\n"
+    return grid(("machine", "card", "driver", "link", "versions"), rows) if rows else "No result files.\n"
 
 
 def _promises(rows: Sequence[check.Row]) -> str:
-    return _grid(
+    return grid(
         ("promise", "limit", "figure", "state", "remark"),
         [(row.promise, row.limit, row.figure, f"**{row.state}**", row.why) for row in rows],
     )
@@ -100,7 +100,7 @@ def _points(results: Results, name: str) -> str:
         ))  # fmt: skip
     head = ("point", "of", "step ms", "time / plain", "throughput / full", "peak", "optimizer's", "reserved", "held",
             "host", "runs", "machine")  # fmt: skip
-    text = _grid(head, rows)
+    text = grid(head, rows)
     return text + ("\nDid not train:\n\n" + "\n".join(failed) + "\n" if failed else "")
 
 
@@ -118,7 +118,7 @@ def _budgets(results: Results, name: str, fractions: Sequence[float]) -> str:
         others = f"{best[1]:.3f} `{best[0]}`" if best else "none"
         rows.append((f"{fraction:.2f}", format_bytes(budget), *ours, bound, others))
     head = ("of plain's peak", "budget", "SmartSwap", "adaptive", "lower bound", "best of the others")
-    return "\nStep time, as a ratio to plain's, by budget:\n\n" + _grid(head, rows)
+    return "\nStep time, as a ratio to plain's, by budget:\n\n" + grid(head, rows)
 
 
 def _at_budget(results: Results, name: str, point: str) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,14 @@ OUT_OF_MEMORY = "out of memory"
 LOG_LINES = 40
 
 
-def train(workload: Workload, point: Point, device: str, machine: str, seconds: float) -> dict[str, Any] | None:
-    """The record. None if it was not over after ``seconds``."""
+def train(
+    workload: Workload, point: Point, device: str, machine: str, seconds: float,
+    inspect: Callable[[Path], dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:
+    """The record. None if it was not over after ``seconds``. ``inspect`` may add what it finds in the run's folder."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        return _train(workload, point, device, machine, seconds, Path(folder))
+        record = _train(workload, point, device, machine, seconds, Path(folder))
+        return record | inspect(Path(folder)) if record and record["ok"] and inspect else record
 
 
 def _train(
