@@ -40,6 +40,9 @@ class Results:
     ) -> None:
         self.records, self.machines, self.host_overheads = records, machines, host_overheads
 
+    def of(self, machine: str) -> Results:
+        return Results([record for record in self.records if record["machine"] == machine], self.machines)
+
     def runs(self, workload: str, point: str) -> list[Record]:
         """All that ended well."""
         return [r for r in self.records if (r["workload"], r["point"]) == (workload, point) and r["ok"]]

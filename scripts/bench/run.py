@@ -60,7 +60,7 @@ class Call:
         self.ends = time.monotonic() + 60 * args.minutes
         self.earlier = read([args.out, *args.known], args.device)
         self.added: list[dict[str, Any]] = []
-        self.tried: set[str] = set()
+        self.tried: set[str] = set()  # a reference that fails is not begun again
 
     @property
     def results(self) -> Results:
@@ -83,7 +83,7 @@ class Call:
         # Each round begins elsewhere: what comes first or last in a call is not always the same point.
         first = least * len(wanted) // self.args.rounds
         rotated = wanted[first:] + wanted[:first]
-        return next((p for p in rotated if counts[p.name] == least and (p.name not in self.tried or least)), None)
+        return next((point for point in rotated if counts[point.name] == least), None)
 
     def _count(self, point: str) -> int:
         records = [r for r in self.results.records if (r["workload"], r["point"]) == (self.workload.name, point)]
@@ -138,8 +138,7 @@ def _line(record: dict[str, Any]) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
+def parse(given: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", required=True, choices=NAMES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the result file of this call")
@@ -155,11 +154,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     args.given = given
     args.points, args.references = (list(filter(None, x.split(","))) for x in (args.points, args.references))
-    args.out.mkdir(parents=True, exist_ok=True)
     try:
-        chosen = workload(args.workload, args.device)
+        workload(args.workload, args.device)
     except KeyError:
         parser.error(f"--workload {args.workload}: not on --device {args.device}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(list(sys.argv[1:] if argv is None else argv))
+    chosen = workload(args.workload, args.device)
     call = Call(args, chosen)
     if args.list:
         context = Context(chosen, args.device, call.results.known(chosen.name))

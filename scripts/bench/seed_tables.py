@@ -141,8 +141,8 @@ def predict(table: Table, full: Table, folder: Path) -> dict[str, Any]:
     found = frontier(traces, [CARD_BYTES])
     again = [sum(m.forward_ms for m in trace.modules if m.key.name == "layer") for trace in traces]
     answer = found.answers[CARD_BYTES]["+recompute"]
-    return {"plain_ms": found.plain_ms, "full_ms": found.plain_ms + max(again), "step_ms": answer.step_ms,
-            "plain_peak_bytes": found.peak_bytes}  # fmt: skip
+    told = {"plain_ms": found.plain_ms, "full_ms": found.plain_ms + max(again), "step_ms": answer.step_ms}
+    return {"what_if": told | {"plain_peak_bytes": found.peak_bytes}}
 
 
 def _scale(trace: StepTrace, wider: float, static: float, times: float) -> StepTrace:
@@ -171,11 +171,14 @@ class SeedCall(Call):
     """Both sides of every table; where it is scaled down, plain of the feature's side first, for its target."""
 
     def next_point(self) -> Point | None:
+        here = self.results.of(self.machine["id"])
         for table, full in zip(tables(self.args.run, self.args.device), FULL_SIZE, strict=True):
+            if None not in compared(self.results, table, self.args.run):
+                continue
             after = [f"{table.feature}@{name}" if name != PLAIN else name for name in self._after()]
             for side, size, wanted in (("before", table.before, [table.baseline]), ("after", table.after, after)):
                 self.workload = size.workload(name_of(table, self.args.run, side))
-                known = self.results.known(self.workload.name)
+                known = here.known(self.workload.name)
                 possible = {p.name: p for p in all_points(Context(self.workload, self.args.device, known))}
                 for name in wanted:
                     if name not in known and name in possible:
@@ -197,12 +200,9 @@ def page(results: Results, device: str) -> str:
     ran, predicted = [], []
     for ranks in (8, 4, 2) if device == GPU else (4, 2):
         for table in tables(ranks, device):
-            before, after = name_of(table, ranks, "before"), name_of(table, ranks, "after")
-            at = "nothing" if ranks == 8 else f"{TARGET:.2f}"
-            ours, theirs = results.latest(after, f"{table.feature}@{at}"), results.latest(before, table.baseline)
-            ran.append(_compared(table, ranks, ours, theirs))
+            ran.append(_row(table, ranks, *compared(results, table, ranks)))
             if ranks < 8 and table.feature == ADAPTIVE:
-                source = results.latest(after, "adaptive@nothing") or {}
+                source = results.latest(name_of(table, ranks, "after"), "adaptive@nothing") or {}
                 predicted.append((table.key, str(ranks), *_prediction(source.get("what_if"))))
     return (
         "TFLOPs per device, of the model, whatever is recomputed. Made by `scripts/bench/seed_tables.py`.\n\n"
@@ -212,9 +212,21 @@ def page(results: Results, device: str) -> str:
     )
 
 
-def _compared(table: Table, ranks: int, ours: Any, theirs: Any) -> tuple[str, ...]:
+def compared(results: Results, table: Table, ranks: int) -> tuple[Any, Any]:
+    """(the feature's record, the baseline's) of one machine; None for what no machine has beside the other."""
+    before, after = name_of(table, ranks, "before"), name_of(table, ranks, "after")
+    at = "nothing" if ranks == 8 else f"{TARGET:.2f}"
+    found: tuple[Any, Any] = (None, None)
+    for machine in dict.fromkeys(record["machine"] for record in results.records):
+        here = results.of(machine)
+        pair = here.latest(after, f"{table.feature}@{at}"), here.latest(before, table.baseline)
+        found = max(found, pair, key=lambda records: 2 - records.count(None))
+    return found
+
+
+def _row(table: Table, ranks: int, ours: Any, theirs: Any) -> tuple[str, ...]:
     gain = peak = NOT_RUN
-    if ours and theirs and ours["ok"] and theirs["ok"] and ours["machine"] == theirs["machine"]:
+    if ours and theirs and ours["ok"] and theirs["ok"]:
         faster = table.after.tflop() / ours["step_ms"] / (table.before.tflop() / theirs["step_ms"])
         gain = f"{faster - 1:+.2%}"
         peak = f"{ours['peak_bytes']['forward_backward'] / theirs['peak_bytes']['forward_backward']:.2f}"

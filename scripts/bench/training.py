@@ -81,8 +81,17 @@ def _run(command: list[str], settings: dict[str, str], device: str, log: Path, s
             return None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its own session: the ranks go with it
-                process.wait()
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With its ranks: they are in its session, or torchrun, asked to end, ends them."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
