@@ -15,7 +15,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 import torch
 
-from mindspeed_swap.core.accelerator import Accelerator, get_accelerator
+from mindspeed_swap.core.accelerator import Accelerator, get_accelerator, prepare_device
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import probe_link
 from mindspeed_swap.core.oom_guard import OomGuard
@@ -47,6 +47,7 @@ def selftest(device: str) -> int:
     os.environ["MINDSPEED_SWAP_DEVICE"] = device
     os.environ.setdefault(CAPACITY, CAPACITIES[device])
     start = time.monotonic()
+    prepare_device("selftest")
     accelerator = get_accelerator()
     print(f"device: {accelerator.name}, {format_bytes(accelerator.memory().capacity_bytes)} of it used for this test")
     checks = (bandwidth, out_of_memory, small_model, swapped_adam)

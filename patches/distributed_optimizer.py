@@ -15,6 +15,7 @@ import torch
 
 from mindspeed_swap import runtime
 from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.virtual_optimizer.swap_tensor import is_out_of_reach, to_host, write_swapped
 
 # Lists of lists of fp32 main parameters that are copies, not views, of the model's: in the distributed optimizer, and
 # in the one without.
@@ -73,14 +74,36 @@ def _state_dict(original: Any) -> Any:
 def _set_main_param_and_optimizer_states(original: Any) -> Any:
     @functools.wraps(original)
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        return original(self, model_param, {**tensors, "step": None})  # None: leave it
+        given = {**tensors, "step": None}  # None: leave it
+        for key, place in _out_of_reach(self, model_param).items():
+            if isinstance(given.get(key), torch.Tensor):
+                write_swapped(place, given[key])
+                given[key] = None
+        return original(self, model_param, given)
 
     return set_states
+
+
+def _get_main_param_and_optimizer_states(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_states(self: Any, model_param: Any) -> Any:
+        tensors = original(self, model_param)
+        return {key: to_host(value) if is_out_of_reach(value) else value for key, value in tensors.items()}
+
+    return get_states
+
+
+def _out_of_reach(part: Any, model_param: Any) -> dict[str, torch.Tensor]:
+    """What of a parameter's state Megatron cannot copy by itself, on an NPU."""
+    group, order = part.model_param_group_index_map[model_param]
+    state = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
+    return {key: value for key, value in state.items() if is_out_of_reach(value)}
 
 
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
 PATCHES: list[Patch] = [
     ("megatron.core.optimizer.get_megatron_optimizer", _get_megatron_optimizer),
     (f"{_DISTRIBUTED}.state_dict", _state_dict),
+    (f"{_DISTRIBUTED}._get_main_param_and_optimizer_states", _get_main_param_and_optimizer_states),
     (f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _set_main_param_and_optimizer_states),
 ]

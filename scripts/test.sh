@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # The test suite: scripts/test.sh [--full] [arguments of pytest]. --full runs the whole matrix of layouts.
+# tests/ascend runs the real torch_npu without an NPU, in .venv-ascend, which it makes (1 GB); where that cannot be made
+# it is skipped, and the end of the output says why.
 set -u -o pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ROOT" || exit 1

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindspeed_swap.fine_grained.layers import ALL, NONE, Layers
 from mindspeed_swap.fine_grained.names import levels
 from mindspeed_swap.fine_grained.yaml_file import FLAG, Document, read_yaml
 
@@ -21,35 +22,6 @@ _SECTIONS = {
     "recompute_config": ("recompute", "select_recompute", "select_comm_recompute"),
 }
 _NO_EFFECT = "memory_optimize_level"
-
-
-@dataclass(frozen=True, slots=True)
-class Layers:
-    """``chosen``: numbers of layers. ``first``: so many of the first of every pipeline stage, by model chunk and stage
-    or, in one row, by stage. Both None: all layers."""
-
-    chosen: frozenset[int] | None = None
-    first: tuple[tuple[int, ...], ...] | None = None
-
-    def __bool__(self) -> bool:
-        return self.chosen is None or bool(self.chosen)
-
-    def __contains__(self, layer: int) -> bool:
-        return self.chosen is None or layer in self.chosen
-
-    def among(self, chunks: Sequence[Sequence[int]], stage: int) -> set[int]:
-        """Those of a rank in pipeline stage ``stage``; ``chunks``: the layers of each of its model chunks."""
-        if self.first is None:
-            return {n for chunk in chunks for n in chunk if self.chosen is None or n in self.chosen}
-        if len(self.first) > 1:
-            return {n for chunk, row in zip(chunks, self.first, strict=True) for n in chunk[: row[stage]]}
-        # In turn from each chunk, as where the counts come from.
-        turns = sorted((i, c, n) for c, chunk in enumerate(chunks) for i, n in enumerate(chunk))
-        return {n for _, _, n in turns[: self.first[0][stage]]}
-
-
-NONE = Layers(frozenset())
-ALL = Layers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,46 +110,47 @@ class _Reader:
         self, whole: dict[str, Any], swap: bool, ops: tuple[Entry, ...], layer_swap: tuple[Entry, ...], sequence: bool
     ) -> SwapConfig:
         given, prefix = self._section(whole, "recompute_config"), "recompute_config."
+        given = {name: value for name, value in given.items() if value is not None}
         read = self._layers if swap else self._first_layers
-        recompute = read(given.get("recompute") or False, f"{prefix}recompute")
-        comm = read(given.get("select_comm_recompute") or False, f"{prefix}select_comm_recompute")
+        recompute = read(given.get("recompute", False), f"{prefix}recompute")
+        comm = read(given.get("select_comm_recompute", False), f"{prefix}select_comm_recompute")
         if comm and not sequence:
             raise self._error(f"{prefix}select_comm_recompute", "needs --sequence-parallel: there is no communication")
         if comm:
             self._notes.append("select_comm_recompute: Megatron gathers again in backward anyway, nothing is added")
-        select = self._select(given.get("select_recompute") or False, f"{prefix}select_recompute", swap)
+        select = self._select(given.get("select_recompute", False), f"{prefix}select_recompute", swap)
         if not (ops or layer_swap or recompute or select):
             self._notes.append("nothing is swapped and nothing recomputed; a step is recorded all the same")
         return SwapConfig(self._document, swap, ops, layer_swap, recompute, select, comm, tuple(self._notes))
 
     # ---- sections and single values
     def _look_at_the_rest(self, whole: dict[str, Any]) -> None:
-        """num_layers must be that of this run; the rest is named once."""
-        rest = [name for name in whole if name not in (*_SECTIONS, "context", "model")]
-        context = whole.get("context")
-        if isinstance(context, str) and context.partition("=")[0].strip() == _NO_EFFECT:
-            context = {_NO_EFFECT: context.partition("=")[2]}
-        if isinstance(context, dict) and _NO_EFFECT in context:
+        """num_layers must be that of this run; what else there is is named once."""
+        context, model = self._foreign(whole, "context"), self._foreign(whole, "model")
+        model_config = self._foreign(model, "model_config", "model.")
+        if _NO_EFFECT in context:
             self._notes.append(f"context.{_NO_EFFECT} has no effect: nothing here corresponds to it")
-        others = [name for name in context if name != _NO_EFFECT] if isinstance(context, dict) else []
-        rest += [f"context.{name}" for name in others] or (["context"] if "context" in whole and not context else [])
-        if isinstance(context, str):
-            rest.append("context")
-        model = whole.get("model")
-        model_config = model.get("model_config") if isinstance(model, dict) else None
-        if isinstance(model_config, dict) and "num_layers" in model_config:
-            key = "model.model_config.num_layers"
-            if self._count(model_config["num_layers"], key) != self._num_layers:
-                raise self._error(
-                    key, f"{model_config['num_layers']}, but --num-layers is {self._num_layers}: they must be equal"
-                )
-            rest += [f"model.{name}" for name in model if name != "model_config"]
-            rest += [f"model.model_config.{name}" for name in model_config if name != "num_layers"]
-        elif "model" in whole:
-            rest.append("model")
+        if "num_layers" in model_config:
+            key, found = "model.model_config.num_layers", model_config["num_layers"]
+            if self._count(found, key) != self._num_layers:
+                raise self._error(key, f"{found}, but --num-layers is {self._num_layers}: they must be equal")
+        rest = [name for name in whole if name not in (*_SECTIONS, "context", "model")]
+        rest += [f"context.{name}" for name in context if name != _NO_EFFECT]
+        rest += [f"model.{name}" for name in model if name != "model_config"]
+        rest += [f"model.model_config.{name}" for name in model_config if name != "num_layers"]
         if rest:
             more = f" and {len(rest) - 8} more" if len(rest) > 8 else ""
             self._notes.append(f"without effect here: {', '.join(rest[:8])}{more}")
+
+    def _foreign(self, whole: dict[str, Any], name: str, prefix: str = "") -> dict[str, Any]:
+        """A section of which next to nothing concerns us."""
+        given = whole.get(name)
+        if isinstance(given, str) and "=" in given:  # so in the documentation: memory_optimize_level=O0
+            key, _, value = given.partition("=")
+            return {key.strip(): value}
+        if given is not None and not isinstance(given, dict):
+            raise self._error(prefix + name, f"expected keys, found {given!r:.60}")
+        return given or {}
 
     def _section(self, whole: dict[str, Any], name: str) -> dict[str, Any]:
         given = whole.get(name)

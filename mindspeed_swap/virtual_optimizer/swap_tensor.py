@@ -43,6 +43,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return accelerator.host_copy(_through_kernels(source) if is_swap_tensor(tensor) else source)
 
 
+def is_out_of_reach(tensor: Any) -> bool:
+    """True for a tensor of the virtual optimizer that the driver refuses to copy: read it by ``to_host``, write it by
+    ``write_swapped``."""
+    mark = _mark_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    return mark is not None and mark.has_swapped_memory
+
+
+def write_swapped(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """``dst.copy_(src)`` for a tensor of the virtual optimizer, on every device."""
+    (_mark_of(dst) or get_accelerator()).write_mapped(dst, src)
+
+
 def _through_kernels(tensor: torch.Tensor) -> torch.Tensor:
     """The values in ordinary device memory, by a kernel: what every driver allows. Their bits, as integers: a kernel
     for floats may change a NaN and flush what is denormal."""

@@ -25,6 +25,7 @@ from mindspeed_swap.virtual_optimizer.arena import (
 )
 from mindspeed_swap.virtual_optimizer.state import MASTER, is_adam, own_steps
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
+from mindspeed_swap.virtual_optimizer.swap_tensor import is_out_of_reach, to_host
 
 Optimizer = torch.optim.Optimizer
 
@@ -54,6 +55,11 @@ class VirtualOptimizer:
         for optimizer in optimizers:
             if not is_adam(optimizer):
                 raise SettingError(f"{FLAG}: {type(optimizer).__name__} is no Adam; use --optimizer adam")
+        if self._master and self._accelerator.has_swapped_memory:
+            raise SettingError(
+                f"{FLAG}-master: on {self._accelerator.name} main parameters stay on the device: Megatron copies them "
+                "directly, which the driver refuses where they are on the host; leave the flag out"
+            )
         amount, masters = self._amount, list(masters) if self._master else []
         chosen: list[tuple[Optimizer, list[Unit]]] = []
         for optimizer in optimizers:
@@ -167,3 +173,19 @@ class VirtualOptimizer:
                 say("virtual optimizer: loaded parameters shared one step count; each has its own now")
 
         optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
+        if self._accelerator.has_swapped_memory:
+            self._save_from_host(optimizer)
+
+    def _save_from_host(self, optimizer: Optimizer) -> None:
+        """The optimizer's ``state_dict`` from now on holds host copies of what nobody else could copy."""
+        state_dict: Callable = optimizer.state_dict
+
+        def host_state_dict() -> dict[str, Any]:
+            whole = state_dict()
+            state = {
+                number: {key: to_host(value) if is_out_of_reach(value) else value for key, value in entries.items()}
+                for number, entries in whole["state"].items()
+            }
+            return {**whole, "state": state}
+
+        optimizer.state_dict = host_state_dict  # type: ignore[method-assign]

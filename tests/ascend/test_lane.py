@@ -6,53 +6,8 @@ order of their streams. Not shown: an NPU's own kernels, formats, driver, links 
 """
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
-
-from mindspeed_swap.units import MIB
-
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-NO_LANE = 3  # exit code of the script where the environment cannot be made
-
-
-@pytest.fixture(scope="session")
-def lane_python() -> str:
-    made = subprocess.run(["bash", ROOT / "scripts/ascend_env.sh"], capture_output=True, text=True, timeout=1500)
-    if made.returncode == NO_LANE:
-        pytest.skip(made.stderr.strip().splitlines()[-1])
-    assert made.returncode == 0, made.stderr
-    return made.stdout.split()[-1]
-
-
-@pytest.fixture(scope="session")
-def fake_runtime(lane_python, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("fake_cann")
-    subprocess.run([lane_python, HERE / "fake_runtime.py", folder], check=True, timeout=300)
-    return folder
-
-
-def environment(lane_python: str, runtime: Path | None, **settings: str) -> dict[str, str]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("MINDSPEED_SWAP_", "ASCEND"))}
-    ours |= {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE / "lane")]),
-        "TORCH_EXTENSIONS_DIR": str(Path(lane_python).parent.parent / "extensions"),
-        "FAKE_NPU_CAPACITY": str(256 * MIB),
-        "OMP_NUM_THREADS": "1",
-    }
-    if runtime is not None:
-        ours["LD_LIBRARY_PATH"] = str(runtime)
-    return ours | settings
-
-
-def run(lane_python: str, runtime: Path | None, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [lane_python, "-X", "faulthandler", *arguments], env=environment(lane_python, runtime, **settings), cwd=ROOT,
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+from ascend import run
 
 
 # With torch_npu's task queue, its default, a thread of torch_npu calls the runtime; without it the caller does.
@@ -76,6 +31,13 @@ def test_torch_npu_without_cann_is_one_clear_message(lane_python, autoload):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     for part in ("torch_npu cannot be loaded", "libhccl.so", "CANN 8.1.RC1", "torch_npu 2.13.0", "no CANN"):
         assert part in done.stderr, done.stderr
+
+
+def test_selftest_on_the_fake_runtime(lane_python, fake_runtime):
+    arguments = ("-m", "mindspeed_swap", "selftest", "--device", "npu")
+    done = run(lane_python, fake_runtime, *arguments, MINDSPEED_SWAP_DEVICE_CAPACITY="96MiB")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "PASS: all 4 checks" in done.stdout and "caught in the allocator" in done.stdout
 
 
 def test_an_adaptor_without_cann_is_one_clear_message(lane_python):

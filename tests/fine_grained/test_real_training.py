@@ -160,7 +160,7 @@ def test_operators_of_a_run_are_listed(trainer, capsys):
     assert run.digests() == plain(trainer, FOUR).digests()
     assert main(["ops", str(run.folder)]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("layers 0-3\n")
+    assert printed.startswith("layers 0, 1, 2, 3\n")
     assert main(["report", str(run.folder)]) == 0
     assert "Swap configuration" in (run.folder / "report.html").read_text()
     row = next(line.split() for line in printed.splitlines() if "self_attention.core_attention" in line)

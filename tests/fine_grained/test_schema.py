@@ -7,7 +7,8 @@ import pytest
 from cases import CASES, CONFIGS
 
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.fine_grained.schema import ALL, DEFAULT_OPERATOR, NONE, read_swap_config
+from mindspeed_swap.fine_grained.layers import ALL, NONE
+from mindspeed_swap.fine_grained.schema import DEFAULT_OPERATOR, read_swap_config
 
 # Of the files as the feature's documentation gives them.
 DIGESTS = {
@@ -187,6 +188,12 @@ WRONG = [
     ("swap_config: {swap: False}\nrecompute_config: {recompute: [1, 2]}", r"recompute: expected 1 numbers, one per"),
     ("swap_config: {swap: True}\nrecompute_config: {select_recompute: True}", r"select_recompute: expected False or"),
     ("swap_config: {swap: True}\nrecompute_config: {select_recompute: {mlp: 2}}", r"select_recompute.mlp: expected a"),
+    ("swap_config: {swap: True}\nrecompute_config: {recompute: []}", r"recompute_config.recompute: empty"),
+    ("swap_config: {swap: True}\nrecompute_config: {recompute: 0}", r"recompute_config.recompute: expected a list"),
+    ("swap_config: {swap: True}\nrecompute_config: {select_recompute: []}", r"select_recompute: expected False or"),
+    ("swap_config: {swap: True}\nmodel: 3", r"yaml:2: model: expected keys, found 3"),
+    ("swap_config: {swap: True}\nmodel: {model_config: [1]}", r"model.model_config: expected keys"),
+    ("swap_config: {swap: True}\ncontext: [1]", r"context: expected keys"),
     ("", r"swap_config: missing: this file has no sections"),
     ("- 1", r"swap_config: missing"),
     ("swap_config: {swap: True", r"yaml:1: not YAML"),

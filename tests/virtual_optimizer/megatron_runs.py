@@ -35,18 +35,25 @@ class Run:
         return int(self.ranks[rank]["steps"][-1]["static_bytes"])
 
 
+def command(folder: Path, *flags: str) -> list[str]:
+    report = ["--swap-report-dir", str(folder / "report")] if "--virtual-optimizer" in flags else []
+    script = str(REPOSITORY / "scripts/pretrain_gpt_sim.sh")
+    return ["bash", script, *flags, *report, "--measure-file", str(folder / "run{rank}.json")]
+
+
+def environment(python: str = sys.executable, **extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MINDSPEED_SWAP_", "OMP_"))}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    return kept | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHON": python} | SHAPE | extra
+
+
 def pretrain(folder: Path, *flags: str, distributed_optimizer: bool = True, **extra: str) -> Run:
     """Trains in ``folder``; ``extra`` is environment: the script's settings. An error ends up in ``code``."""
     folder.mkdir(parents=True, exist_ok=True)
-    report = ["--swap-report-dir", str(folder / "report")] if "--virtual-optimizer" in flags else []
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MINDSPEED_SWAP_", "OMP_"))}
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     python = sys.executable if distributed_optimizer else str(_without_flag(folder))
     done = subprocess.run(
-        ["bash", str(REPOSITORY / "scripts/pretrain_gpt_sim.sh"), *flags, *report,
-         "--measure-file", str(folder / "run{rank}.json")],
-        env=kept | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHON": python} | SHAPE | extra,
-        capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False,
+        command(folder, *flags), env=environment(python, **extra), capture_output=True, text=True,
+        timeout=TIMEOUT_SECONDS, check=False,
     )  # fmt: skip
     count = int(extra.get("NPROC", "1"))
     ranks = [json.loads((folder / f"run{rank}.json").read_text()) for rank in range(count) if done.returncode == 0]

@@ -1,14 +1,20 @@
 """Real Megatron with ``--virtual-optimizer`` ends with the bits of the run without, and with less device memory."""
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import time
+
 import pytest
-from megatron_runs import pretrain, trained
+from megatron_runs import TIMEOUT_SECONDS, command, environment, pretrain, trained
 
 pytest.importorskip("megatron.training")
 
 SAVE = ("--save-interval", "2", "--exit-interval", "2")
 TWO_STAGES = {"NPROC": "2", "PP": "2"}
 TWO_COPIES = {"NPROC": "2"}
+SAVE_SECONDS = 0.15  # of this size, from its folder's birth to the tracker file
 NOISE = 16 << 10  # gloo lets go of the tensor of a finished collective a moment late
 
 
@@ -48,6 +54,32 @@ def test_resume(plain, folder, form):
     assert run.ranks[0]["iterations"] == 2
     assert run.hashes == plain.hashes
     assert any("shared one step count" in line for line in run.lines)
+
+
+@pytest.mark.parametrize("moment", [0.3, *(pytest.param(m / 10, marks=pytest.mark.full) for m in range(10) if m != 3)])
+def test_killed_while_it_saves(plain, folder, moment):
+    """SIGKILL somewhere in the save after step 2: what is there loads, and ends as if nothing had been."""
+    name = f"killed-{moment}"
+    saved, flags = folder / name, ("--virtual-optimizer", "all", "--ckpt-format", "torch_dist")
+    save = ("--save", str(saved), "--save-interval", "1")
+    (folder / f"first-{name}").mkdir()
+    process = subprocess.Popen(
+        command(folder / f"first-{name}", *flags, *save), env=environment(), stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not (saved / "iter_0000002").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(moment * SAVE_SECONDS)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    run = trained(folder / f"second-{name}", *flags, "--load", str(saved))
+    assert run.ranks[0]["iterations"] <= 3  # of 4: what was there before the save, or what a quick machine saved after
+    if run.ranks[0]["iterations"]:  # else there are no gradients to compare
+        assert run.hashes == plain.hashes
 
 
 def test_stages_with_amounts_of_their_own(folder):

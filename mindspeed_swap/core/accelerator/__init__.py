@@ -68,7 +68,9 @@ def cap_device(index: int) -> None:
     from mindspeed_swap.core.accelerator.torch_device import cap_memory
 
     if choice == "npu" or (choice == "auto" and _npu_present()):
-        cap_memory(torch.npu, index)  # type: ignore[attr-defined]  # torch_npu adds it
+        from mindspeed_swap.core.accelerator.npu import check_npu
+
+        cap_memory(check_npu(CAPACITY_VARIABLE).npu, index)
     elif torch.cuda.device_count() > index:
         cap_memory(torch.cuda, index)
 

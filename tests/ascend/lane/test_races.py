@@ -15,7 +15,7 @@ from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, Key, Position
 from mindspeed_swap.core.waits import Wait
 
 NBYTES = 4 * NUMBERS
-KERNEL_MS = 80.0
+KERNEL_MS = 300.0
 END = Position(FORWARD, 0, 0, OUTSIDE, EXIT)
 NEVER = Position("O", 0, 0, 7, 7)
 

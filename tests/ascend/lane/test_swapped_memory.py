@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,17 +148,12 @@ def test_training_gives_the_same_bits(npu, mode):
 
 @pytest.mark.parametrize("mode", ["mapped", "streamed"])
 def test_saving_and_loading(npu, mode, tmp_path):
-    """Through ``to_host``, as docs/ascend.md says; a load goes to the same memory again."""
+    """``state_dict`` holds host copies; a load goes to the same memory again."""
     plain, optimizer = make(), make()
     attach(npu, optimizer, mode)
     train(plain, range(2))
     train(optimizer, range(2))
-    saved = optimizer.state_dict()
-    saved["state"] = {
-        number: {key: to_host(value) if is_swap_tensor(value) else value for key, value in state.items()}
-        for number, state in saved["state"].items()
-    }
-    torch.save(saved, tmp_path / "optimizer.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     values = [parameter.detach().cpu() for parameter in optimizer.param_groups[0]["params"]]
     resumed = make(values)
     attach(npu, resumed, mode)
@@ -167,6 +163,45 @@ def test_saving_and_loading(npu, mode, tmp_path):
     train(plain, range(2, 4))
     train(resumed, range(2, 4))
     assert equal(resumed, plain)
+
+
+def test_megatrons_distributed_optimizer_reads_and_writes_it(npu):
+    """Its two accessors, which all its checkpoint formats go through, with our patches around them."""
+    from mindspeed_swap.patches.distributed_optimizer import PATCHES
+
+    wrappers = {target.rsplit(".", 1)[1]: wrapper for target, wrapper in PATCHES}
+    optimizer, plain = make(), make()
+    attach(npu, optimizer)
+    train(optimizer, range(2))
+    train(plain, range(2))
+    parameters, others = optimizer.param_groups[0]["params"], plain.param_groups[0]["params"]
+    part = SimpleNamespace(optimizer=optimizer, model_param_group_index_map={"weight": (0, 1)})
+    refused = COUNTERS["refused_copies"]()
+
+    def get(self, model_param):
+        return {"param": parameters[1], **self.optimizer.state[parameters[1]]}
+
+    def set_(self, model_param, tensors):
+        for key, value in get(self, model_param).items():
+            if isinstance(tensors[key], torch.Tensor):
+                value.copy_(tensors[key])
+
+    tensors = wrappers["_get_main_param_and_optimizer_states"](get)(part, "weight")
+    assert tensors["exp_avg"].device.type == "cpu" and tensors["param"] is parameters[1]
+    assert same_bits(tensors["exp_avg"], plain.state[others[1]]["exp_avg"])
+    new = {key: torch.full_like(value.detach(), 2.0, device="cpu") for key, value in tensors.items() if key != "step"}
+    with torch.no_grad():
+        wrappers["_set_main_param_and_optimizer_states"](set_)(part, "weight", new)
+    state = optimizer.state[parameters[1]]
+    assert is_swap_tensor(state["exp_avg"]) and bool((to_host(state["exp_avg"]) == 2).all())
+    assert bool((parameters[1].cpu() == 2).all()) and COUNTERS["refused_copies"]() == refused
+
+
+def test_main_parameters_stay(npu):
+    optimizer = make()
+    virtual = VirtualOptimizer(VirtualOptions((None,), "auto", True), npu, HostPool(npu, 64 * MIB))
+    with pytest.raises(SettingError, match="--virtual-optimizer-master: on npu main parameters stay"):
+        virtual.attach([optimizer], optimizer.param_groups[0]["params"])
 
 
 def test_printing(npu):
