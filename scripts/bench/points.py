@@ -20,6 +20,7 @@ class Point:
     plugin_setting: str = ""
     budget_bytes: int | None = None
     warm_up_steps: int = WARM_UP_STEPS
+    missing: str = ""  # what must be installed first: until then it is skipped, and has no result
 
     @property
     def steps(self) -> int:

@@ -60,7 +60,7 @@ class Call:
         self.ends = time.monotonic() + 60 * args.minutes
         self.earlier = read([args.out, *args.known], args.device)
         self.added: list[dict[str, Any]] = []
-        self.tried: set[str] = set()  # a reference that fails is not begun again
+        self.tried: set[str] = set()  # references that failed are not begun again, nor what is missing told twice
 
     @property
     def results(self) -> Results:
@@ -76,6 +76,11 @@ class Call:
                 return points[reference]
         patterns = self.args.points
         wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
+        for point in wanted:
+            if point.missing and point.name not in self.tried:
+                self.tried.add(point.name)
+                print(f"{point.name}: skipped: {point.missing}", flush=True)
+        wanted = [point for point in wanted if not point.missing]
         counts = {point.name: self._count(point.name) for point in wanted}
         least = min(counts.values(), default=0)
         if least >= self.args.rounds:

@@ -12,9 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-import check  # noqa: E402
 from lower_bound import lower_bound_ms  # noqa: E402
 from points import PLAIN  # noqa: E402
+from promises import Row, rows  # noqa: E402
 from results import Record, Results, gain_over_full, read, settled  # noqa: E402
 from workloads import COUNTED_STEPS, GPU, NAMES, SIM, workload  # noqa: E402
 
@@ -38,7 +38,7 @@ def document(results: Results, device: str, pictures: Iterable[str]) -> str:
     parts = [_HEAD]
     if device == SIM:
         parts.append("**Of the simulated device: times mean nothing here.**\n")
-    parts += [_machines(results), "## Promises\n", _promises(check.rows(results, device))]
+    parts += [_machines(results), "## Promises\n", _promises(rows(results, device))]
     drawn = set(pictures)
     for name in NAMES:
         try:
@@ -70,10 +70,10 @@ def _machines(results: Results) -> str:
     return grid(("machine", "card", "driver", "link", "versions"), rows) if rows else "No result files.\n"
 
 
-def _promises(rows: Sequence[check.Row]) -> str:
+def _promises(found: Sequence[Row]) -> str:
     return grid(
         ("promise", "limit", "figure", "state", "remark"),
-        [(row.promise, row.limit, row.figure, f"**{row.state}**", row.why) for row in rows],
+        [(row.promise, row.limit, row.figure, f"**{row.state}**", row.why) for row in found],
     )
 
 

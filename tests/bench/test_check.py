@@ -1,8 +1,8 @@
 """The promises, told from planted results."""
 import check
 import pytest
-from check import HELD, NOT_RUN, SHORT
 from planted import GIB, failed, plain, record, swap, write
+from promises import HELD, NOT_RUN, SHORT, rows
 from results import read
 from workloads import workload
 
@@ -10,7 +10,7 @@ FULL = {"group": "megatron full recompute", "peak": 4 * GIB}
 
 
 def states(folder):
-    return {row.promise: row for row in check.rows(read([folder], "gpu"), "gpu")}
+    return {row.promise: row for row in rows(read([folder], "gpu"), "gpu")}
 
 
 def test_nothing_is_known(tmp_path, capsys):

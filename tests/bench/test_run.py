@@ -8,6 +8,7 @@ import pytest
 import run
 import seed_tables
 import table
+from competitors import torchtune_offload
 from planted import plain, record, write
 
 BENCH = Path(run.__file__).parent
@@ -53,6 +54,13 @@ def test_page_of_it(folder, tmp_path):
 def test_time_is_up(tmp_path, capsys):
     assert call(tmp_path, "--minutes", "0") == 1
     assert "time is up" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+def test_what_is_not_installed_is_skipped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torchtune_offload, "folder", lambda package: None)
+    args = ["--device", "sim", "--workload", "A", "--out", str(tmp_path), "--references", "", "--points", "torchtune*"]
+    assert run.main(args) == 0
+    assert "torchtune: skipped: install torchtune 0.6.1" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_rounds_begin_elsewhere(tmp_path):

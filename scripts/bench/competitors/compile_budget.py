@@ -23,9 +23,10 @@ def points(context: Context) -> list[Point]:
 
 def install(setting: str) -> None:
     import torch
+    import torch._functorch.config as functorch
     from megatron.core.transformer import transformer_layer
 
-    torch._functorch.config.activation_memory_budget = float(setting)
+    functorch.activation_memory_budget = float(setting)
     layer = transformer_layer.TransformerLayer
     build = layer.__init__
 

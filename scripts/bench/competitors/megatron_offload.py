@@ -5,6 +5,7 @@ and the binding to CPU cores, which needs a library that may be missing.
 from __future__ import annotations
 
 import functools
+import os
 import types
 from typing import Any
 
@@ -18,26 +19,31 @@ MODULES = (
     "qkv_linear core_attn attn_proj",
 )
 MOE_MODULES = ("expert_fc1 moe_act", "core_attn attn_proj expert_fc1 moe_act")
-FRACTIONS = (1.0, 0.5)  # of the groups
+HALF = "0.5"  # of the groups
+RECOMPUTED = "mlp"  # beside them: what they do not offload
 
 
 def points(context: Context) -> list[Point]:
     modules = MODULES + (MOE_MODULES if "--num-experts" in context.workload.flags else ())
-    found = []
-    for fraction in FRACTIONS:
-        for names in modules if fraction == 1.0 else modules[:2]:
-            flags = ("--fine-grained-activation-offloading", "--offload-modules", *names.split())
-            flags += ("--activation-offload-fraction", str(fraction))
-            if context.device == "sim":  # everything is small there
-                flags += ("--min-offloaded-tensor-size", "1024")
-            name = f"fine_grained@{names.replace(' ', '+')}" + (f"@{fraction}" if fraction != 1.0 else "")
-            settings = {"NVTE_CPU_OFFLOAD_V1": "1"}
-            found.append(Point(name, "megatron fine-grained offload", flags, settings, plugin="megatron_offload"))
-    return found
+    found = [_point(context, names) for names in modules]
+    found += [_point(context, names, "1.0", RECOMPUTED) for names in modules[:2]]
+    return found + [_point(context, names, HALF) for names in modules[:2]]
+
+
+def _point(context: Context, names: str, fraction: str = "1.0", recomputed: str = "") -> Point:
+    flags = ("--fine-grained-activation-offloading", "--offload-modules", *names.split())
+    flags += ("--activation-offload-fraction", fraction)
+    if context.device == "sim":  # everything is small there
+        flags += ("--min-offloaded-tensor-size", "1024")
+    name = f"fine_grained@{names.replace(' ', '+')}" + (f"@{fraction}" if fraction != "1.0" else "")
+    if recomputed:
+        flags += ("--recompute-granularity", "selective", "--recompute-modules", recomputed)
+        name += f"@recompute-{recomputed}"
+    group, settings = "megatron fine-grained offload", {"NVTE_CPU_OFFLOAD_V1": "1"}
+    return Point(name, group, flags, settings, plugin="megatron_offload")
 
 
 def install(setting: str) -> None:
-    import torch
     from megatron.core.extensions import transformer_engine as te
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
     from megatron.core.pipeline_parallel import utils
@@ -56,7 +62,7 @@ def install(setting: str) -> None:
         return result
 
     arguments.validate_args = validate_args
-    if torch.cuda.get_device_name() == "Simulated device":
+    if os.environ.get("MINDSPEED_SWAP_DEVICE") == "sim":
         _simulated(offload)
 
 

@@ -7,7 +7,7 @@ from points import FULL, Context, Point
 # tried where its layers are TE's.
 _SELECTIVE = ("core_attn", "mlp", "core_attn mlp")
 _SELECTIVE_TE = ("layernorm", "layernorm mlp")
-_SELECTIVE_MOE = ("core_attn", "moe", "moe_act")
+_SELECTIVE_MOE = ("core_attn", "moe")
 
 
 def points(context: Context) -> list[Point]:

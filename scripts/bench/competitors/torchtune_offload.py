@@ -10,24 +10,35 @@ import importlib
 import sys
 import types
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from points import Context, Point
 
 
 def points(context: Context) -> list[Point]:
+    group, plugin = "torchtune OffloadActivations", "torchtune_offload"
     return [
-        Point("torchtune", "torchtune OffloadActivations", plugin="torchtune_offload"),
-        Point("torchtune@stash1", "torchtune OffloadActivations", plugin="torchtune_offload", plugin_setting="1"),
+        Point("torchtune", group, plugin=plugin, missing=missing()),
+        Point("torchtune@stash1", group, plugin=plugin, plugin_setting="1", missing=missing()),
     ]
 
 
+def folder(package: str) -> Path | None:
+    """Found without importing it, which would import torch and more."""
+    found = PathFinder.find_spec(package)
+    return Path(found.submodule_search_locations[0]) if found and found.submodule_search_locations else None
+
+
+def missing() -> str:
+    tune, ao = folder("torchtune"), folder("torchao")
+    if tune is None or ao is None or not (ao / "dtypes" / "nf4tensor.py").exists():
+        return "install torchtune 0.6.1 and torchao 0.15.0"
+    return ""
+
+
 def offload_class() -> Any:
-    """Raises ImportError that says what to carry."""
-    found = PathFinder.find_spec("torchtune")
-    if found is None or not found.submodule_search_locations:
-        raise ImportError("torchtune is not installed: carry the wheels torchtune 0.6.1 and torchao 0.15.0")
-    root = found.submodule_search_locations[0]
+    root = str(folder("torchtune"))
     for name in ("", ".modules", ".utils", ".training"):
         package = types.ModuleType("torchtune" + name)
         package.__path__ = [root + name.replace(".", "/")]
