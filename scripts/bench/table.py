@@ -29,7 +29,8 @@ Each point is a training run in a process of its own; the last {COUNTED_STEPS} s
 search. Step: median, with the quartiles. Times are compared within one machine only: ratios are to the plain run of
 the same one. Peak: most bytes that the allocator had handed out up to the optimizer's step (in it: the next column),
 reserved: what it had taken from the device. Held: at the end of a microbatch's forward, without what is there between
-steps. Of several ranks, the one that needs most. Host: most memory that the processes had resident, pinned included.
+steps. Of several ranks, the one that needs most. Host: most memory that the processes had resident, with what of pinned
+memory the system counts; pinned: most that our pool used on one rank, or that torch's host allocator handed out.
 All use the same optimizer kernel (Transformer Engine's, else torch's fused one).
 """
 
@@ -95,11 +96,11 @@ def _points(results: Results, name: str) -> str:
             _times(ratio), _times(gain),
             format_bytes(peaks["forward_backward"]), format_bytes(peaks["optimizer"]),
             format_bytes(run["peak_reserved_bytes"]), format_bytes(run["held_bytes"]),
-            format_bytes(sum(host["resident_bytes"] for host in run["host"])),
+            format_bytes(sum(host["resident_bytes"] for host in run["host"])), _pinned(run),
             str(len(results.runs(name, point))), numbers.get(run["machine"], "-"),
         ))  # fmt: skip
     head = ("point", "of", "step ms", "time / plain", "throughput / full", "peak", "optimizer's", "reserved", "held",
-            "host", "runs", "machine")  # fmt: skip
+            "host", "pinned", "runs", "machine")  # fmt: skip
     text = grid(head, rows)
     return text + ("\nDid not train:\n\n" + "\n".join(failed) + "\n" if failed else "")
 
@@ -131,6 +132,13 @@ def _at_budget(results: Results, name: str, point: str) -> str:
 def _commands(results: Results, name: str) -> str:
     lines = [f"{point}: {record['command']}" for point, record in results.known(name).items()]
     return "\n<details><summary>Commands</summary>\n\n```\n" + "\n".join(lines) + "\n```\n</details>\n"
+
+
+def _pinned(run: Record) -> str:
+    """What our pool used at most, or what torch's host allocator pinned."""
+    known = [host["torch_pinned_bytes"] for host in run["host"] if host["torch_pinned_bytes"] is not None]
+    ours = (run.get("swap") or {}).get("host_bytes", 0)
+    return format_bytes(max(sum(known), ours)) if known or ours else "-"
 
 
 def _times(value: float | None) -> str:

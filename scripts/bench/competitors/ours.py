@@ -42,7 +42,7 @@ def points(context: Context) -> list[Point]:
 
 
 def _planned(name: str, feature: str, budget: int | None = None, settings: dict[str, str] | None = None) -> Point:
-    target = () if budget is None else ("--swap-memory-target", f"{budget / 2**30:.6f}")
+    target = () if budget is None else ("--swap-memory-target", f"{budget // 2**10 / 2**20:.9f}")
     return Point(
         name, GROUP, (FEATURES[feature], *target), settings or {}, budget_bytes=budget, warm_up_steps=SEARCH_STEPS
     )
