@@ -75,7 +75,8 @@ def page(results: Results, device: str) -> str:
                 source = results.latest(name_of(table, ranks, "after"), "adaptive@nothing") or {}
                 predicted.append((table.key, str(ranks), *_prediction(source.get("what_if"))))
     return (
-        "TFLOPs per device, of the model, whatever is recomputed. Made by `scripts/bench/seed_tables.py`.\n\n"
+        ("Of the simulated device: no time here means anything.\n\n" if device == SIM else "")
+        + "TFLOPs per device, of the model, whatever is recomputed. Made by `scripts/bench/seed_tables.py`.\n\n"
         + grid(_HEAD, ran)
         + "\nFull size on 80 GB cards, predicted from runs scaled down; it was not run:\n\n"
         + grid(_PREDICTED, predicted)
