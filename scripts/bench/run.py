@@ -38,7 +38,7 @@ from workloads import GPU, NAMES, SIM, Workload, workload  # noqa: E402
 
 # In the order in which time is best spent.
 COMPETITORS = (
-    plain, megatron_recompute, ours, megatron_offload, optimizer_offload, save_on_cpu, torchtune_offload, compile_budget
+    plain, ours, megatron_recompute, megatron_offload, optimizer_offload, save_on_cpu, torchtune_offload, compile_budget
 )  # fmt: skip
 # Of a point that nothing is known of yet.
 GUESSED_SECONDS = {GPU: 60.0, SIM: 30.0}
@@ -103,7 +103,7 @@ class Call:
         return max(like, default=GUESSED_SECONDS[self.args.device])
 
     def run(self) -> int:
-        """Number of points that are left; they need another call."""
+        """1 if points are left, which need another call."""
         while (point := self.next_point()) is not None:
             left = self.ends - time.monotonic()
             if self.expected_seconds(point) > left:

@@ -20,13 +20,14 @@ MODULES = (
 )
 MOE_MODULES = ("expert_fc1 moe_act", "core_attn attn_proj expert_fc1 moe_act")
 HALF = "0.5"  # of the groups
-RECOMPUTED = "mlp"  # beside them: what they do not offload
 
 
 def points(context: Context) -> list[Point]:
-    modules = MODULES + (MOE_MODULES if "--num-experts" in context.workload.flags else ())
+    experts = "--num-experts" in context.workload.flags
+    modules = MODULES + (MOE_MODULES if experts else ())
     found = [_point(context, names) for names in modules]
-    found += [_point(context, names, "1.0", RECOMPUTED) for names in modules[:2]]
+    # Beside them, recompute of what they do not offload.
+    found += [_point(context, names, "1.0", "moe" if experts else "mlp") for names in modules[:2]]
     return found + [_point(context, names, HALF) for names in modules[:2]]
 
 
