@@ -16,7 +16,7 @@ from ascend import run
 )
 def test_the_lane(lane_python, fake_runtime, task_queue, tests):
     paths = [f"tests/ascend/lane/{name}" for name in tests]
-    arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths)
+    arguments = ("-W", "ignore", "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", *paths)
     done = run(lane_python, fake_runtime, *arguments, TASK_QUEUE_ENABLE=task_queue)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-3000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout, done.stdout

@@ -138,6 +138,7 @@ def test_nothing_of_one_machine(path):
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"(?<![\w.])/(?:tmp|root|home/(?!xxx)\w+|work|mnt|data\d*|Users)/\S*", text) == []
     assert max(map(len, text.splitlines())) < 1000
+    assert not re.search(r"^(?:<{7}|={7}|>{7})(?: |$)", text, re.MULTILINE)  # of a merge
 
 
 def test_pictures_and_traces_are_small_and_private():

@@ -81,6 +81,9 @@ def manager_of(
     accelerator: NpuAccelerator, skip: frozenset[Wait] = frozenset(), host_bytes: int = 64 * MIB
 ) -> Iterator[SwapManager]:
     pool = HostPool(accelerator, host_bytes)
+    first = pool.alloc(4 * NUMBERS)
+    first.tensor.fill_(255)  # else what is there may be what an earlier test left, and right by chance
+    pool.free(first)
     manager = SwapManager(accelerator, pool, min_bytes=1024, skip_waits=skip)
     try:
         yield manager
