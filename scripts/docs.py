@@ -474,26 +474,26 @@ def architecture_picture() -> str:
     patch, front, core, device = "#fde8d7", "#dbeafe", "#dcfce7", "#f1f5f9"
     boxes: list[_Box] = [
         (20, 20, 860, 64, patch, "patches",
-         "arguments  training  schedules  transformer_layer  modules  linear  recompute  distributed_optimizer\n"
+         "arguments, training, schedules, transformer_layer, modules, linear, recompute, distributed_optimizer\n"
          "the only code that knows Megatron; each file a table of (target, wrapper)"),
         (20, 120, 200, 80, front, "smart_swap", "WarmUp, SearchPolicy, Stable\nkeep or swap, per tensor"),
         (240, 120, 200, 80, front, "adaptive_memory", "the same search with\nkeep, swap or recompute"),
         (460, 120, 200, 80, front, "fine_grained", "the user's own list\nfrom a YAML file"),
         (680, 120, 200, 80, front, "virtual_optimizer", "Adam's moments in host\nmemory: mapped, streamed"),
         (20, 240, 270, 130, core, "core: decide (no torch)",
-         "trace.py      what one step did\nsimulate.py  trace x plan -&gt; memory, time\n"
-         "solve.py      trace x budget -&gt; plan\nplan.py        what to do at which position"),
+         "trace.py: what one step did\nsimulate.py: trace x plan -&gt; memory, time\n"
+         "solve.py: trace x budget -&gt; plan\nplan.py: what to do at which position"),
         (310, 240, 350, 130, core, "core: do",
-         "swap_manager.py  pack, unpack, release, prefetch\nsaved_tensor.py   one storage and its state\n"
-         "oom_guard.py      pressure: evict, retry\nhost_pool.py       pinned slabs, one budget\n"
-         "recompute.py, again.py  a call runs again"),
+         "swap_manager.py: pack, unpack, release, prefetch\nsaved_tensor.py: one storage and its state\n"
+         "oom_guard.py: on pressure evict, retry\nhost_pool.py: pinned slabs, one budget\n"
+         "recompute.py, again.py: a call runs again"),
         (680, 240, 200, 130, core, "report", "summary.json, trace.json\none HTML page, PNGs\nwhat-if, ops, selftest"),
         (20, 410, 860, 62, device, "core/accelerator: the contract with a device",
-         "cuda.py   npu.py   sim.py (real bytes, real out of memory, copy threads; no GPU needed)"),
+         "cuda.py, npu.py, sim.py (real bytes, real out of memory, copy threads; no GPU needed)"),
     ]  # fmt: skip
     rest = [_arrow(x, 84, x, 118) for x in (120, 340, 560, 780)]
     rest += [_arrow(x, 200, x, 238) for x in (120, 400, 560)]
-    rest += [_arrow(720, 200, 640, 238), _arrow(155, 370, 155, 408), _arrow(485, 370, 485, 408)]
+    rest += [_arrow(720, 200, 640, 238), _arrow(290, 305, 308, 305), _arrow(485, 370, 485, 408)]
     return _svg(900, 490, boxes, rest)
 
 

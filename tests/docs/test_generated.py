@@ -67,3 +67,20 @@ def test_figures_are_of_a_run_that_went_well():
     assert {name: run["code"] for name, run in activation.items()} == {
         "own streams": 0, "same stream": 0, "late prefetch": 1,
     }  # fmt: skip
+
+
+def test_sentences_of_the_report_hold_for_its_figures():
+    """What section 7 says of the tables. After --measure: change the sentence, or find out why."""
+    runs = generator()._figures()["runs"]
+    swap, adaptive = (runs[name]["summary"] for name in ("smart-swap", "adaptive"))
+    for summary in (swap, adaptive):
+        assert summary["stable"]["on_demand_loads"] == 0
+        peaks = [phase["peak_allocated_bytes"] for phase in summary["step"]["phases"].values()]
+        assert max(peak["measured"] for peak in peaks) <= max(peak["predicted"] for peak in peaks)
+    assert adaptive["plan"]["swap_bytes"] == swap["plan"]["swap_bytes"]
+    assert adaptive["plan"]["prediction"]["recompute_ms"] == 0
+    plain, virtual = runs["plain"], runs["virtual-optimizer"]
+    moments = virtual["summary"]["virtual_optimizer"]["moments_bytes"]
+    assert abs(plain["static_bytes"] - virtual["static_bytes"] - moments) < 64 << 10
+    assert abs(plain["held_bytes"] - virtual["held_bytes"]) < 64 << 10
+    assert runs["recompute"]["held_bytes"] < plain["held_bytes"] / 4
