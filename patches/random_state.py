@@ -5,25 +5,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from mindspeed_swap.core.again import RandomState
 
 
 class MegatronRandomState(RandomState):
     """As Megatron's own checkpoint saves and restores it."""
 
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
     def get(self) -> Any:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        return torch.get_rng_state(), torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()
+        return (*super().get(), get_cuda_rng_tracker().get_states())
 
     def set(self, state: Any) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        cpu, device, tracked = state
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state(device)
+        *generators, tracked = state
+        super().set(generators)
         get_cuda_rng_tracker().set_states(tracked)
 
     @contextmanager

@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,17 +28,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write memory, times, losses and hashes of the result there, one JSON per rank ({rank} is replaced)",
     )
+    group.add_argument("--measure-no-hashes", action="store_true", help="large models take minutes to hash")
     return parser
 
 
 class Measurement:
-    """Of one rank. Byte figures are allocated bytes.
+    """Of one rank. Byte figures are allocated bytes, where they do not say reserved.
 
     ``static``: at the step's first forward; ``held``: most at the end of a microbatch's forward, less static.
+    ``phases``: the step up to the optimizer's step (forward_backward) and that step itself. ``forward_ms`` and
+    ``backward_ms``: device time, all microbatches; waits for other ranks are in neither.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, hashes: bool = True) -> None:
         self._file = file
+        self._hashes = hashes
+        self._phases: dict[str, dict[str, int]] = {}
+        self._spans: dict[str, list[tuple[Any, Any]]] = {"forward_ms": [], "backward_ms": []}
         self._steps: list[dict[str, Any]] = []
         self._peak_before_steps = 0
         self._static: int | None = None
@@ -50,6 +57,8 @@ class Measurement:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
             self._model, self._optimizer = result[0], result[1]
+            if self._optimizer is not None:
+                self._optimizer.step = self.optimizer_step(self._optimizer.step)
             return result
 
         return setup_model_and_optimizer
@@ -60,13 +69,19 @@ class Measurement:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._static = self._held = None
+            self._phases = {}
+            for spans in self._spans.values():
+                spans.clear()
             start = time.perf_counter()
             result = function(*args, **kwargs)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
+            self._end_phase("rest" if "optimizer" in self._phases else "forward_backward")
             self._steps.append(
                 {
-                    "peak_bytes": torch.cuda.max_memory_allocated(),
+                    "peak_bytes": max(phase["allocated_bytes"] for phase in self._phases.values()),
+                    "phases": self._phases,
+                    **{name: sum(a.elapsed_time(b) for a, b in spans) for name, spans in self._spans.items()},
                     "static_bytes": self._static,
                     "held_bytes": self._held,
                     "seconds": seconds,
@@ -81,12 +96,43 @@ class Measurement:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             if self._static is None:
                 self._static = torch.cuda.memory_allocated()
-            result = function(*args, **kwargs)
+            result = self._timed("forward_ms", function, *args, **kwargs)
             held = torch.cuda.memory_allocated() - self._static
             self._held = held if self._held is None else max(held, self._held)
             return result
 
         return forward_step
+
+    def backward(self, function: Callable) -> Callable:
+        def backward_step(*args: Any, **kwargs: Any) -> Any:
+            return self._timed("backward_ms", function, *args, **kwargs)
+
+        return backward_step
+
+    def optimizer_step(self, function: Callable) -> Callable:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._end_phase("forward_backward")
+            result = function(*args, **kwargs)
+            self._end_phase("optimizer")
+            return result
+
+        return step
+
+    def _end_phase(self, name: str) -> None:
+        """The host is ahead of the device, but the allocator is called by the host: its peaks are of this phase."""
+        self._phases[name] = {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+        torch.cuda.reset_peak_memory_stats()
+
+    def _timed(self, span: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = function(*args, **kwargs)
+        end.record()
+        self._spans[span].append((begin, end))
+        return result
 
     # ---- result
     def write(self) -> None:
@@ -96,12 +142,14 @@ class Measurement:
             "iterations": len(self._steps),
             "peak_bytes": peak,
             "steps": self._steps,
-            "sha256": {
+            "host": host_memory(),
+        }
+        if self._hashes:
+            report["sha256"] = {
                 "parameters": sha256_of(parameters_of(self._model)),
                 "gradients": sha256_of(gradients_of(self._model)),
                 "optimizer": sha256_of(optimizer_state_of(self._optimizer)),
-            },
-        }
+            }
         path = Path(self.path())
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(report, indent=1) + "\n")
@@ -113,15 +161,25 @@ class Measurement:
         return f"{self._file}.rank{rank}" if world > 1 else self._file
 
 
-def start(file: str) -> Measurement:
+def host_memory() -> dict[str, int | None]:
+    """Most bytes that this process had resident, pinned ones included, and what torch's own host allocator pinned."""
+    try:
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
+    except (AttributeError, RuntimeError):  # older torch; the simulated device
+        pinned = None
+    return {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "torch_pinned_bytes": pinned}
+
+
+def start(file: str, hashes: bool = True) -> Measurement:
     """Wrap Megatron's step. Call once, after the arguments have been parsed, before pretrain."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
-    measurement = Measurement(file)
+    measurement = Measurement(file, hashes)
     training.setup_model_and_optimizer = measurement.setup(training.setup_model_and_optimizer)
     training.train_step = measurement.step(training.train_step)
     schedules.forward_step = measurement.forward(schedules.forward_step)
+    schedules.backward_step = measurement.backward(schedules.backward_step)
     return measurement
 
 

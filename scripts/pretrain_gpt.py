@@ -115,7 +115,7 @@ def main() -> None:
     neutralise_compile_helpers()
     if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.unfused:
         sdpa_attention.use_sdpa()
-    measurement = measure.start(args.measure_file) if args.measure_file else None
+    measurement = measure.start(args.measure_file, not args.measure_no_hashes) if args.measure_file else None
     configuration = next(iter(inspect.signature(pretrain).parameters))
     by_name = {  # the order differs between versions
         configuration: pretrain_cfg_container_from_args(args),

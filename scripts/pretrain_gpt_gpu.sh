@@ -6,7 +6,7 @@
 #
 # From the environment: LAYERS HIDDEN FFN HEADS SEQ MBS GBS ITERS SEED, NPROC (GPUs), TP, PP,
 # IMPL (local, or transformer_engine where it is installed), DATA (a prefix of .bin/.idx; default: mock data), PYTHON,
-# DETERMINISTIC=1 (two runs then end with the same bits).
+# DETERMINISTIC=1 (two runs then end with the same bits), PROGRAM (what runs in place of pretrain_gpt.py).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
@@ -29,7 +29,7 @@ else
   launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$nproc")
 fi
 
-exec "${launch[@]}" "$here/pretrain_gpt.py" \
+exec "${launch[@]}" "${PROGRAM:-$here/pretrain_gpt.py}" \
   --transformer-impl "${IMPL:-local}" --no-persist-layer-norm --no-masked-softmax-fusion \
   --no-gradient-accumulation-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion \
   --no-rope-fusion \

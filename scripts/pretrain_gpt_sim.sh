@@ -8,7 +8,7 @@
 # DATA (a prefix of .bin/.idx, or "mock"; default: English prose that Python ships), PYTHON, and what no flag can take
 # back: BATCH_SCHEDULE (in place of GBS, as --step-batch-size-schedule has it), PRECISION (bf16, fp32), DIST_OPT=0 (no distributed optimizer), GRADIENT_FUSION=1 (gradient accumulation fusion,
 # where its kernel is installed). CAPACITIES="400MiB 300MiB" caps each rank by its own, in place of
-# MINDSPEED_SWAP_DEVICE_CAPACITY: pipeline stages need different memory.
+# MINDSPEED_SWAP_DEVICE_CAPACITY: pipeline stages need different memory. PROGRAM: what runs in place of pretrain_gpt.py.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python3}
@@ -47,7 +47,7 @@ fi
 [ "${GRADIENT_FUSION:-0}" = 1 ] || optional+=(--no-gradient-accumulation-fusion)
 
 # Transformer Engine's and apex's kernels are not there: local layers, and none of the fusions that need them.
-command=("$python" "$here/pretrain_gpt.py"
+command=("$python" "${PROGRAM:-$here/pretrain_gpt.py}"
   --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "${optional[@]}"
   --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
   --num-layers "${LAYERS:-14}" --hidden-size "${HIDDEN:-128}" --ffn-hidden-size "${FFN:-$((${HIDDEN:-128} * 2))}"

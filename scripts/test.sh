@@ -9,7 +9,12 @@ cd "$ROOT" || exit 1
 # Several ranks of a test share the cores: OpenMP threads of one would spin on the cores of the others. (torchrun
 # does the same.)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$PYTHON" -m pytest "$@"
+parallel=()
+case "${*#--full}" in
+    # Everything: files side by side, each with its share of the cores. A selection runs in order, in one process.
+    "" | " ") parallel=(-n "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadgroup) ;;
+esac
+"$PYTHON" -m pytest "${parallel[@]}" "$@"
 code=$?
 if [ "$code" = 5 ]; then # pytest's code for an empty selection
     echo "No test was selected: nothing failed, nothing was shown."

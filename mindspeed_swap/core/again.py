@@ -31,19 +31,27 @@ Packed = Handle | Passed
 Identity = tuple[int, int]
 
 
+def packed_state(state: torch.Tensor) -> bytes:
+    """Of a generator, outside any allocator of torch: thousands of calls may wait at once, each with a few KiB."""
+    return state.numpy().tobytes()
+
+
+def unpacked_state(packed: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
 class RandomState:
     """What a forward draws random numbers from. A framework with generators of its own brings a subclass."""
 
     def __init__(self, device_type: str = "cpu") -> None:
-        self._device = None if device_type == "cpu" else getattr(torch, device_type)
+        self._sources: list[Any] = [torch, *([] if device_type == "cpu" else [getattr(torch, device_type)])]
 
     def get(self) -> Any:
-        return torch.get_rng_state(), self._device.get_rng_state() if self._device else None
+        return tuple(packed_state(source.get_rng_state()) for source in self._sources)
 
     def set(self, state: Any) -> None:
-        torch.set_rng_state(state[0])
-        if self._device:
-            self._device.set_rng_state(state[1])
+        for source, packed in zip(self._sources, state, strict=True):
+            source.set_rng_state(unpacked_state(packed))
 
     @contextmanager
     def restored(self, state: Any) -> Iterator[None]:

@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from itertools import accumulate, chain, combinations, islice
+from typing import NamedTuple
 
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen
 from mindspeed_swap.core.scene import Stage
 from mindspeed_swap.core.simulate import plain_step_ms
-from mindspeed_swap.core.windows import RangeMin, link_rates
+from mindspeed_swap.core.windows import link_rates
 
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 SEARCH_WORK = 40_000
@@ -43,8 +43,7 @@ def _better(one: Rank, other: Rank) -> bool:
     return faster > NEGLIGIBLE_MS or (faster > -NEGLIGIBLE_MS and one[1] < other[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Corner:
+class Corner(NamedTuple):
     """A plan that needs no choice: everything of a kind."""
 
     flags: tuple[bool, ...]
@@ -79,11 +78,10 @@ class Attempt:
         self._rank = _UNKNOWN
         self._tries = tries(stage)
         self._large = self._tries < FEWEST_TRIES
-        self._compares = bool(stage.modules) or not self._large  # else the one choice is taken unjudged: half the work
         fitting = [corner for corner in corners if corner.peak <= target]
         self.flags, self.placed, self.curve = fitting[0].flags, fitting[0].placed, fitting[0].curve
         alone = self._swap(stage.nothing)
-        if self._compares and self.extra_ms > NEGLIGIBLE_MS:
+        if self.extra_ms > NEGLIGIBLE_MS:
             for corner in fitting:
                 if not corner.placed or not self._large:
                     self._take(corner.flags, corner.placed, corner.curve)
@@ -105,13 +103,10 @@ class Attempt:
         return self._take(flags, placed, curve) if max(curve) <= self.target else _UNKNOWN
 
     def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
-        trace, rank = self.stage.trace, self._rank
-        if self._compares:
-            moved = sum(trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
-            rank = run_lanes(trace, placed, self.stage.members(flags)).extra_ms, moved
-            if not _better(rank, self._rank):
-                return rank
-        self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
+        moved = sum(self.stage.trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
+        rank = run_lanes(self.stage.trace, placed, self.stage.members(flags)).extra_ms, moved
+        if _better(rank, self._rank):
+            self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
         return rank
 
     @property
@@ -205,26 +200,19 @@ class Attempt:
         """Drop what memory can do without: the most expensive modules first, then least bytes times time first."""
         stage, trace = self.stage, self.stage.trace
         room = [self.target - value for value in self.curve]
-        least_room = RangeMin(room)
         flags = list(self.flags)
         for m in sorted((m for m, on in enumerate(flags) if on), key=lambda m: -stage.modules[m].record.forward_ms):
-            module = stage.modules[m]
-            if least_room(*module.hull) >= module.freed_bytes and _fill(room, *module.hull, module.freed_bytes):
+            if _fill(room, *stage.modules[m].hull, stage.modules[m].freed_bytes):
                 flags[m] = False
         if tuple(flags) != self.flags:
             curve = stage.scene(tuple(flags)).curve(self.placed)
             if max(curve) <= self.target:
                 self._take(tuple(flags), self.placed, curve)
             room = [self.target - value for value in self.curve]
-            least_room = RangeMin(room)
-        candidates = [
-            (trace.saved[item.record].nbytes * (item.prefetch - item.release), item)
-            for item in self.placed
-            if least_room(item.release + 1, item.prefetch) >= trace.saved[item.record].nbytes
-        ]
+        sizes = [(trace.saved[item.record].nbytes * (item.prefetch - item.release), item) for item in self.placed]
         dropped: set[int] = set()
         work = PRUNE_WORK
-        for _, (number, release, prefetch) in sorted(candidates):
+        for _, (number, release, prefetch) in sorted(sizes):
             work -= prefetch - release
             if work > 0 and _fill(room, release + 1, prefetch, trace.saved[number].nbytes):
                 dropped.add(number)

@@ -4,18 +4,19 @@ For swaps a recompute is only another trace: what it frees is gone, later points
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
 from operator import add
 
-from mindspeed_swap.core.choose import choose
 from mindspeed_swap.core.lanes import Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
 from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
-from mindspeed_swap.core.timing import NOT_NEEDED, lay_out
+from mindspeed_swap.core.sweeps import NOT_NEEDED, choose, lay_out
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.core.windows import View, Window, link_rates, windows, windows_left
+from mindspeed_swap.core.windows import View, Window, link_rates, points_to_act, windows, windows_left
 
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
@@ -24,24 +25,19 @@ PREFETCH_HEADROOM = 0.2
 MAX_SCENES = 256
 
 
+@dataclass(eq=False)
 class Scene:
-    def __init__(
-        self, trace: StepTrace, keep: list[int], jobs: list[Window], modules: Sequence[Module], last_resort: set[int]
-    ) -> None:
-        """``keep``: the memory curve with nothing swapped. ``last_resort``: see ``View``."""
-        self.trace = trace
-        self.keep = keep
-        self.jobs = jobs
-        self.modules = modules
-        self._last_resort = last_resort
-        self._views: tuple[View, View] | None = None
+    trace: StepTrace
+    acts: list[int]  # points at which the manager acts
+    keep: list[int]  # the memory curve with nothing swapped
+    jobs: list[Window]
+    modules: Sequence[Module]
+    last_resort: set[int]  # see ``View``
 
-    @property
+    @cached_property
     def views(self) -> tuple[View, View]:
-        if self._views is None:
-            args = self.trace, self.jobs, self.modules, self._last_resort
-            self._views = View(*args, backwards=False), View(*args, backwards=True)
-        return self._views
+        args = self.trace, self.jobs, self.modules, self.last_resort
+        return View(*args, backwards=False), View(*args, backwards=True)
 
     @property
     def farthest(self) -> list[Placed]:
@@ -83,11 +79,13 @@ class Scene:
         chosen = [release != NOT_NEEDED for release in releases]
         until = [last - release for release in releases]
         prefetches = lay_out(astern, over[::-1], chosen, until, PREFETCH_HEADROOM)
-        placed = [
-            (last - mirrored, job.read, job.record, release)
-            for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True)
-            if release != NOT_NEEDED and mirrored != NOT_NEEDED
-        ]
+        placed = []
+        for job, release, mirrored in zip(self.jobs, releases, prefetches, strict=True):
+            if release != NOT_NEEDED and mirrored != NOT_NEEDED:
+                # A little longer where the manager does not act: at a point whose position was met before.
+                release = self.acts[bisect_right(self.acts, release) - 1]
+                prefetch = self.acts[bisect_left(self.acts, last - mirrored)]
+                placed.append((prefetch, job.read, job.record, release))
         placed.sort()
         return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
 
@@ -106,9 +104,10 @@ class Scene:
 
         def neighbours(here: dict[int, Placed], number: int) -> Iterator[dict[int, Placed]]:
             job, (_, release, prefetch) = jobs[number], here[number]
+            legal = self.acts[bisect_left(self.acts, job.release) : bisect_right(self.acts, job.prefetch)]
             ends = chain(
-                (Placed(number, at, prefetch) for at in range(job.release, prefetch)),
-                (Placed(number, release, at) for at in range(release + 1, job.prefetch + 1)),
+                (Placed(number, at, prefetch) for at in legal if at < prefetch),
+                (Placed(number, release, at) for at in legal if at > release),
             )
             for changed in ({**here, number: other} for other in ends):
                 if next(looks, None) is None:
@@ -120,7 +119,11 @@ class Scene:
                 for other in self.jobs:
                     if other.record != number and other.release < first and last <= other.prefetch:
                         item = changed.get(other.record, Placed(other.record, other.prefetch, other.release))
-                        longer = Placed(other.record, min(item.release, first - 1), max(item.prefetch, last))
+                        longer = Placed(
+                            other.record,
+                            min(item.release, self.acts[bisect_left(self.acts, first) - 1]),
+                            max(item.prefetch, self.acts[bisect_left(self.acts, last)]),
+                        )
                         if next(looks, None) is None:
                             return
                         if max(self.curve({**changed, other.record: longer}.values())) <= target:
@@ -148,6 +151,7 @@ class Stage:
         self.order = by_price(self.modules)
         everything = {id(module) for module in full_recompute(self.modules)}
         self.full = tuple(id(module) in everything for module in self.modules)
+        self._acts = points_to_act(trace)
         jobs = windows(trace) if swap else []
         if host_budget is not None:
             jobs = _fitting(trace, jobs, host_budget)
@@ -156,7 +160,9 @@ class Stage:
         cheap = (module for module in self.modules if module.record.forward_ms < price * module.freed_bytes)
         self._cheap = {number for module in cheap for number in module.frees}
         self._scenes: dict[tuple[bool, ...], Scene] = {}
-        self.plain = self._scenes[self.nothing] = Scene(trace, memory_curve(trace, ()), jobs, (), set())
+        self.plain = self._scenes[self.nothing] = Scene(
+            trace, self._acts, memory_curve(trace, ()), jobs, (), set()
+        )
 
     def scene(self, flags: tuple[bool, ...]) -> Scene:
         found = self._scenes.get(flags)
@@ -168,8 +174,8 @@ class Stage:
             for i, change in recompute_changes(trace, modules):
                 delta[i] += change
             keep = list(map(add, plain.keep, accumulate(delta)))
-            jobs = windows_left(trace, plain.jobs, modules)
-            found = self._scenes[flags] = Scene(trace, keep, jobs, modules, self._cheap)
+            jobs = windows_left(trace, plain.jobs, modules, self._acts)
+            found = self._scenes[flags] = Scene(trace, self._acts, keep, jobs, modules, self._cheap)
         return found
 
     def members(self, flags: Iterable[bool]) -> list[Module]:

@@ -5,10 +5,10 @@ and the memory is away until the release. So the planner writes every sweep once
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 
 from mindspeed_swap.core.recompute import Module, first_reads
 from mindspeed_swap.core.simulate import position_index
@@ -17,9 +17,6 @@ from mindspeed_swap.core.trace import BACKWARD, FORWARD, OUTSIDE, SavedRecord, S
 # Tensors of one layer are told apart by size rather than by next use while their reads lie closer together than this
 # share of the time they can be away: fewer copies, and the difference in window is not worth one.
 SAME_USE_SHARE = 0.25
-# Smaller copies waste the link (1 MiB: 50 GB/s, 256 KiB: 29 GB/s, large: 55) and the host's time: only where larger
-# ones do not suffice.
-SMALL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +33,39 @@ class Window:
 
 
 def windows(trace: StepTrace) -> list[Window]:
-    """Every candidate, in the order of ``trace.saved``. Acts only at points that are the first of their position: that
-    is where the manager acts."""
-    acts = _acts(trace)
+    """Every candidate, in the order of ``trace.saved``."""
+    acts = points_to_act(trace)
     found: list[Window] = []
     for number, record in enumerate(trace.saved):
-        if not is_candidate(record):
-            continue
-        assert record.sole is not None and record.first_read is not None
-        release = max(record.last_use + 1, record.sole, record.saved + 1)
-        prefetch = min(record.first_read - 1, len(trace.points) - 1)
-        while release < prefetch and not acts[release]:
-            release += 1
-        while release < prefetch and not acts[prefetch]:
-            prefetch -= 1
-        if release < prefetch:
-            found.append(Window(number, record.nbytes, record.saved, release, prefetch, record.first_read))
+        if is_candidate(record):
+            assert record.sole is not None and record.first_read is not None
+            release = max(record.last_use + 1, record.sole, record.saved + 1)
+            found += _window(acts, number, record.nbytes, record.saved, release, record.first_read)
     return found
 
 
-def windows_left(trace: StepTrace, jobs: list[Window], modules: Sequence[Module]) -> list[Window]:
+def windows_left(trace: StepTrace, jobs: list[Window], modules: Sequence[Module], acts: list[int]) -> list[Window]:
     """Those of ``jobs`` that are left, and as long as they are left, when ``modules`` are recomputed."""
     freed = {number for module in modules for number in module.frees}
     needed = first_reads(trace, modules)
-    acts = _acts(trace) if needed else []
     found: list[Window] = []
     for job in jobs:
-        if job.record in freed:
-            continue
-        read = needed.get(job.record)
-        if read is not None:
-            prefetch = min(job.prefetch, read - 1)
-            while job.release < prefetch and not acts[prefetch]:
-                prefetch -= 1
-            if job.release >= prefetch:
-                continue
-            job = Window(job.record, job.nbytes, job.saved, job.release, prefetch, read)
-        found.append(job)
+        if job.record in needed and job.record not in freed:
+            found += _window(acts, job.record, job.nbytes, job.saved, job.release, needed[job.record])
+        elif job.record not in freed:
+            found.append(job)
     return found
 
 
-def _acts(trace: StepTrace) -> list[bool]:
-    index = position_index(trace)
-    return [index[point.position] == i for i, point in enumerate(trace.points)]
+def _window(acts: list[int], record: int, nbytes: int, saved: int, release: int, read: int) -> list[Window]:
+    """The window from ``release`` on until before ``read``, if there is one."""
+    first, last = bisect_left(acts, release), bisect_left(acts, read) - 1
+    return [Window(record, nbytes, saved, acts[first], acts[last], read)] if first < last else []
+
+
+def points_to_act(trace: StepTrace) -> list[int]:
+    """Those that are the first of their position: that is where the manager acts."""
+    return list(position_index(trace).values())
 
 
 def link_rates(trace: StepTrace) -> tuple[float, float]:
@@ -144,7 +131,7 @@ class View:
             min(until, bisect_right(times, times[at] - nbytes / back) - 1)
             for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
         ]
-        grade = [(job.record in last_resort) + 2 * (job.nbytes < SMALL_BYTES) for job in jobs]
+        grade = [job.record in last_resort for job in jobs]
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.
         self.wave = [(*trace.saved[job.record].key[:2], g) for g, job in zip(grade, jobs, strict=True)]
@@ -154,14 +141,10 @@ class View:
         self.at_easy = self._at(self.easy)
 
     def _at(self, where: list[int]) -> list[list[int]]:
-        empty: list[int] = []
-        table = [empty] * self.length
+        table: list[list[int]] = [[] for _ in range(self.length)]
         for j, i in enumerate(where):
-            if i < 0:
-                continue
-            if table[i] is empty:
-                table[i] = []
-            table[i].append(j)
+            if i >= 0:  # a copy may be too long to be back easily at any point
+                table[i].append(j)
         return table
 
     def _ranks(self, trace: StepTrace, jobs: list[Window]) -> list[tuple[int, int, int]]:
@@ -179,21 +162,3 @@ class View:
                 for j in block:
                     use[j] = last
         return [(-use[j], -self.nbytes[j], j) for j in range(len(jobs))]
-
-
-class RangeMin:
-    """Least value of a slice of a list that does not change, in constant time."""
-
-    def __init__(self, values: list[int]) -> None:
-        self.levels = [values]
-        width = 1
-        while 2 * width <= len(values):
-            level = self.levels[-1]
-            self.levels.append(list(map(min, level, islice(level, width, None))))
-            width *= 2
-
-    def __call__(self, first: int, last: int) -> int:
-        """Least of ``values[first : last + 1]``, which must not be empty."""
-        depth = (last - first + 1).bit_length() - 1
-        level = self.levels[depth]
-        return min(level[first], level[last + 1 - (1 << depth)])

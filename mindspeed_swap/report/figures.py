@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 from mindspeed_swap.core.simulate import memory_curve, phase_peaks, plain_step_ms
 from mindspeed_swap.core.step import ExecutedStep
-from mindspeed_swap.core.trace import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, CopyRecord, SavedRecord, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, FORWARD, OPTIMIZER, OUTSIDE, Key, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
 
@@ -33,7 +33,10 @@ def figures(step: ExecutedStep) -> dict[str, Any]:
         "held_bytes": trace.held_bytes,
         "bytes_out": sum(copy.nbytes for copy in trace.copies if copy.to_host),
         "bytes_in": sum(copy.nbytes for copy in trace.copies if not copy.to_host),
-        "copy_ms": _busy_ms(trace.copies),
+        "copy_ms": {
+            "out": sum(copy.end_ms - copy.start_ms for copy in trace.copies if copy.to_host),
+            "in": sum(copy.end_ms - copy.start_ms for copy in trace.copies if not copy.to_host),
+        },
         "hidden_share": hidden_share(trace),
         "counters": asdict(step.stats),
         "layers": _layers(step),
@@ -52,9 +55,7 @@ def _phases(step: ExecutedStep) -> dict[str, Any]:
     return {
         PHASES[phase]: {
             "peak_allocated_bytes": {
-                "measured": peak,
-                "predicted": predicted.get(phase),
-                "without_plan": plain[phase],
+                "measured": peak, "predicted": predicted.get(phase), "without_plan": plain[phase],
             },
             # Not predicted: what the allocator keeps besides is its own affair. Never below allocated: between two
             # points it may have reserved and given back.
@@ -105,13 +106,6 @@ def hidden_share(trace: StepTrace) -> float | None:
     return 1 - exposed / total
 
 
-def _busy_ms(copies: Iterable[CopyRecord]) -> dict[str, float]:
-    busy = {"out": 0.0, "in": 0.0}
-    for copy in copies:
-        busy["out" if copy.to_host else "in"] += copy.end_ms - copy.start_ms
-    return busy
-
-
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Overlapping spans as one, in order."""
     merged: list[tuple[float, float]] = []
@@ -126,41 +120,36 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 # ---- what went where
 def _layers(step: ExecutedStep) -> list[dict[str, Any]]:
     """Bytes saved in the step, all microbatches, by chunk and layer (0: outside the layers)."""
-    swapped = {swap.key for swap in step.plan.swaps}
-    rows: dict[tuple[int, int], list[SavedRecord]] = {}
-    for record in step.trace.saved:
-        rows.setdefault((record.key.chunk, record.key.layer), []).append(record)
-    return [
-        {"chunk": chunk, "layer": layer, **_where(records, swapped)}
-        for (chunk, layer), records in sorted(rows.items())
-    ]
+    rows = sorted(_grouped(step, lambda key: (key.chunk, key.layer)), key=lambda row: row[0])
+    return [{"chunk": chunk, "layer": layer, **where} for (chunk, layer), _, where in rows]
 
 
 def _tensors(step: ExecutedStep) -> list[dict[str, Any]]:
     """Sites (chunk, ordinal; across layers and microbatches) that save most."""
-    swapped = {swap.key for swap in step.plan.swaps}
-    sites: dict[tuple[int, bool, int], list[SavedRecord]] = {}
-    for record in step.trace.saved:
-        sites.setdefault((record.key.chunk, record.key.layer == OUTSIDE, record.key.ordinal), []).append(record)
-    largest = sorted(sites.items(), key=lambda site: (-sum(r.nbytes for r in site[1]), site[0]))
+    rows = _grouped(step, lambda key: (key.chunk, key.layer == OUTSIDE, key.ordinal))
+    rows.sort(key=lambda row: (-sum(row[2].values()), row[0]))
     return [
         {
-            "chunk": chunk,
-            "in_layers": not outside,
-            "tensor": ordinal,
-            "count": len(records),
-            "largest_bytes": max(record.nbytes for record in records),
-            **_where(records, swapped),
+            "chunk": chunk, "in_layers": not outside, "tensor": ordinal, "count": len(records),
+            "largest_bytes": max(record.nbytes for record in records), **where,
         }
-        for (chunk, outside, ordinal), records in largest[:MOST_TENSORS]
-    ]
+        for (chunk, outside, ordinal), records, where in rows[:MOST_TENSORS]
+    ]  # fmt: skip
 
 
-def _where(records: Sequence[SavedRecord], swapped: set[Any]) -> dict[str, int]:
-    out = sum(record.nbytes for record in records if record.key in swapped)
-    fixed = sum(record.nbytes for record in records if record.key not in swapped and not is_candidate(record))
-    return {
-        "swapped_bytes": out,
-        "kept_bytes": sum(record.nbytes for record in records) - out - fixed,
-        "immovable_bytes": fixed,
-    }
+def _grouped(
+    step: ExecutedStep, group_of: Callable[[Key], tuple[int, ...]]
+) -> list[tuple[tuple[int, ...], list[SavedRecord], dict[str, int]]]:
+    """(group, what it saved, its bytes by what became of them)."""
+    swapped = {swap.key for swap in step.plan.swaps}
+    groups: dict[tuple[int, ...], list[SavedRecord]] = {}
+    for record in step.trace.saved:
+        groups.setdefault(group_of(record.key), []).append(record)
+    found = []
+    for group, records in groups.items():
+        where = {"swapped_bytes": 0, "kept_bytes": 0, "immovable_bytes": 0}
+        for record in records:
+            name = "swapped" if record.key in swapped else "kept" if is_candidate(record) else "immovable"
+            where[f"{name}_bytes"] += record.nbytes
+        found.append((group, records, where))
+    return found

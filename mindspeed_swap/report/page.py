@@ -65,11 +65,7 @@ def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
     else:
         body = _tiles(rank) + "".join(_note(note) for note in rank.step["notes"]) + _phases(rank)
         for name, title, text, draw in drawings(rank):
-            body += (
-                f"<div class=card><h3>{title}</h3><p class=soft>{text}</p>"
-                f"<div class=wide>{pictures.svg(draw, f'{name}{rank.rank}', 'wide')}</div>"
-                f"<div class=narrow>{pictures.svg(draw, f'{name}{rank.rank}', 'narrow')}</div></div>"
-            )
+            body += _card(title, f"<p class=soft>{text}</p>{_picture(draw, f'{name}{rank.rank}')}")
         body += _search(rank)
     listed = rank.summary.get("swap_config")
     if isinstance(listed, dict):
@@ -77,8 +73,8 @@ def _rank(rank: RankFiles, *, opened: bool, alone: bool) -> str:
         body += _card("Swap configuration", _table(("",), lines) if lines else "all of it has its effect, in time")
     virtual = rank.summary.get("virtual_optimizer")
     if isinstance(virtual, dict):
-        rows = [(name, _bytes(v) if name.endswith("bytes") else str(v)) for name, v in virtual.items()]
-        body += _card("Virtual optimizer", _table(("", ""), rows))
+        told = {name: _bytes(v) if name.endswith("bytes") else v for name, v in virtual.items()}
+        body += _card("Virtual optimizer", _pairs(told))
     if alone:
         return body
     return f"<details class=rank{' open' if opened else ''}><summary>Rank {rank.rank}</summary>{body}</details>"
@@ -90,16 +86,13 @@ def _tiles(rank: RankFiles) -> str:
     plain, peak = pictures.peak_of(rank, "without_plan"), pictures.peak_of(rank, "measured")
     counters = step["counters"]
     saved = f"{1 - peak / plain:.0%} less than {format_bytes(plain)}" if plain > peak else "as without a plan"
-    hidden = "no copies" if step["hidden_share"] is None else f"{step['hidden_share']:.1%}"
+    loads = f"{counters['late_loads']} / {counters['on_demand_loads']} / {counters['evictions']}"
     tiles = [
         (format_bytes(peak), f"peak, {saved}"),
         (_ms(step["step_ms"]["measured"]), f"step; {_ms(step['step_ms']['without_plan'])} without waits"),
         (format_bytes(step["bytes_out"]), f"out, {format_bytes(step['bytes_in'])} back in"),
-        (hidden, "of copy time hidden"),
-        (
-            f"{counters['late_loads']} / {counters['on_demand_loads']} / {counters['evictions']}",
-            "late loads / on demand / evictions",
-        ),
+        (_share(step["hidden_share"]), "of copy time hidden"),
+        (loads, "late loads / on demand / evictions"),
         (format_bytes(host["peak_used_bytes"]), f"host memory, of {format_bytes(host['budget_bytes'])}"),
     ]
     return f"<div class=tiles>{''.join(f'<div class=tile><b>{a}</b><span>{b}</span></div>' for a, b in tiles)}</div>"
@@ -140,35 +133,34 @@ def _all_ranks(ranks: Sequence[RankFiles]) -> str:
     rows = []
     for rank in ranks:
         step = rank.step
-        if step is None:
-            rows.append((str(rank.rank), *("–",) * 6))
-            continue
-        hidden = "–" if step["hidden_share"] is None else f"{step['hidden_share']:.0%}"
-        rows.append((
-            str(rank.rank), format_bytes(pictures.peak_of(rank, "without_plan")),
-            format_bytes(pictures.peak_of(rank, "measured")), format_bytes(step["bytes_out"]), hidden,
-            _ms(step["step_ms"]["measured"]), format_bytes(rank.summary["host"]["peak_used_bytes"]),
-        ))  # fmt: skip
+        cells = ("–",) * 6 if step is None else (
+            format_bytes(pictures.peak_of(rank, "without_plan")), format_bytes(pictures.peak_of(rank, "measured")),
+            format_bytes(step["bytes_out"]), _share(step["hidden_share"]), _ms(step["step_ms"]["measured"]),
+            format_bytes(rank.summary["host"]["peak_used_bytes"]),
+        )  # fmt: skip
+        rows.append((str(rank.rank), *cells))
     columns = ("rank", "peak, no swap", "peak", "out", "hidden", "step", "host")
-    draw = partial(pictures.ranks, ranks)
-    picture = "" if not any(rank.step for rank in ranks) else "".join(
-        f"<div class={size}>{pictures.svg(draw, 'ranks', size)}</div>" for size in pictures.SIZES
-    )
-    return f"<h2>Ranks side by side</h2><div class=card>{picture}</div>{_card('', _table(columns, rows))}"
+    picture = _picture(partial(pictures.ranks, ranks), "ranks") if any(rank.step for rank in ranks) else ""
+    return f"<h2>Ranks side by side</h2>{_card('', picture)}{_card('', _table(columns, rows))}"
 
 
 def _about(summary: dict[str, Any]) -> str:
-    versions = _table(("", ""), [(k, str(v)) for k, v in summary["versions"].items()])
-    layout = _table(("", ""), [(k, str(v)) for k, v in summary["layout"].items()])
-    return (
-        f"<h2>About this run</h2><div class=card><details><summary>Versions</summary>{versions}</details></div>"
-        f"<div class=card><details><summary>Layout</summary>{layout}</details></div>"
-    )
+    parts = (("Versions", summary["versions"]), ("Layout", summary["layout"]))
+    cards = (_card("", f"<details><summary>{title}</summary>{_pairs(told)}</details>") for title, told in parts)
+    return f"<h2>About this run</h2>{''.join(cards)}"
 
 
 # ---- pieces
 def _card(title: str, body: str) -> str:
     return f"<div class=card>{f'<h3>{title}</h3>' if title else ''}{body}</div>"
+
+
+def _picture(draw: Draw, name: str) -> str:
+    return "".join(f"<div class={size}>{pictures.svg(draw, name, size)}</div>" for size in pictures.SIZES)
+
+
+def _pairs(told: dict[str, Any]) -> str:
+    return _table(("", ""), [(name, str(value)) for name, value in told.items()])
 
 
 def _note(text: str) -> str:
@@ -187,6 +179,10 @@ def _bytes(value: float | None) -> str:
 
 def _ms(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f} ms"
+
+
+def _share(value: float | None) -> str:
+    return "no copies" if value is None else f"{value:.1%}"
 
 
 def _difference(values: dict[str, Any]) -> str:

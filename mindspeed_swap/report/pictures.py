@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
@@ -31,6 +31,7 @@ OPTIMIZER_COLOR, OUTSIDE_COLOR = "#86c79a", "#cbd2d9"
 LANE_NAMES = dict(zip(LANES, ("microbatches", "layers", "stalls", "to host", "to device"), strict=True))
 LANE_COLORS = {STALLS: "#dc2626", TO_HOST: "#7c3aed", TO_DEVICE: "#0891b2"}
 SIZES = {"wide": 10.4, "narrow": 4.3}  # inches of 96 pixels: a page of 1280, and of 400 pixels
+TIME = "ms since the start of the step"
 FINEST = 1500  # what lies closer than this part of the step is drawn as one: large steps, small files
 _STYLE = {
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9, "svg.fonttype": "none",
@@ -40,27 +41,18 @@ _STYLE = {
 }  # fmt: skip
 
 
-@contextmanager
-def _style(name: str) -> Iterator[None]:
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):  # ids must differ between pictures of one page
-        yield
-
-
 def svg(draw: Callable[[str], Figure], name: str, size: str) -> str:
     """For inlining: no prologue, no metadata, no namespaces (HTML needs none)."""
-    with _style(name + size):
-        buffer = io.StringIO()
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name + size}):  # ids must differ between pictures of a page
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         draw(size).savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    for namespace in (' xmlns:xlink="http://www.w3.org/1999/xlink"', ' xmlns="http://www.w3.org/2000/svg"'):
-        text = text.replace(namespace, "")
-    return text
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", buffer.getvalue())
+    return text[text.index("<svg") :]
 
 
 def png(draw: Callable[[str], Figure], path: str) -> None:
-    with _style(path):
+    with matplotlib.rc_context(_STYLE):
         draw("wide").savefig(path, dpi=150, facecolor="white")
 
 
@@ -68,6 +60,16 @@ def _figure(size: str, height: float) -> tuple[Figure, Any]:
     figure = Figure(figsize=(SIZES[size], height))
     FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
+
+
+def _finish(figure: Figure, axes: Any, size: str, grid: str = "y", **labels: str) -> Figure:
+    """``labels``: xlabel, ylabel."""
+    axes.set(**labels)
+    axes.grid(True, axis=grid)
+    axes.set_axisbelow(True)
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper left", ncols=4 if size == "wide" else 2, fontsize=8.5)
+    return figure
 
 
 def _unit(largest: float) -> tuple[float, str]:
@@ -81,7 +83,8 @@ def memory(rank: RankFiles, size: str) -> Figure:
     top = max([*peak, *without])
     unit, name = _unit(top)
     peak, without = [value / unit for value in peak], [value / unit for value in without]
-    _shade_phases(axes, rank)
+    for start, length, event in _spans(rank, MICROBATCHES):
+        axes.axvspan(start, start + length, color=PHASE_COLORS[event["cat"]], alpha=0.55, linewidth=0)
     # A point's peak is that of the interval which it closes: the step lies before it.
     axes.fill_between(times, peak, without, step="pre", color=PLAIN_COLOR, alpha=0.22, linewidth=0)
     axes.step(times, without, where="pre", color=PLAIN_COLOR, linewidth=1.2, label="nothing swapped (simulated)")
@@ -90,16 +93,13 @@ def memory(rank: RankFiles, size: str) -> Figure:
     if 0 < target < 1.5 * top:
         axes.axhline(target / unit, color=LIMIT_COLOR, linewidth=1, linestyle=(0, (4, 3)), label="target")
     axes.set_ylim(0, 1.06 * max(top, target if target < 1.5 * top else 0) / unit)
-    axes.set_ylabel(f"{name} allocated")
-    axes.yaxis.grid(True)
-    _time_axis(axes, rank)
-    _legend(figure, size)
-    return figure
+    axes.set_xlim(0, rank.step_ms)
+    return _finish(figure, axes, size, xlabel=TIME, ylabel=f"{name} allocated")
 
 
 def _curve(rank: RankFiles, name: str) -> tuple[list[float], list[float]]:
     """Times and values of a counter: of points that no eye can tell apart the highest value, so that none is lost."""
-    least = _least_ms(rank)
+    least = max(rank.step_ms, 1e-6) / FINEST
     times: list[float] = []
     values: list[float] = []
     for event in rank.events("C"):
@@ -114,66 +114,43 @@ def _curve(rank: RankFiles, name: str) -> tuple[list[float], list[float]]:
     return times, values
 
 
-def _least_ms(rank: RankFiles) -> float:
-    assert rank.trace
-    return max(rank.trace["otherData"]["step_ms"], 1e-6) / FINEST
+def _spans(rank: RankFiles, lane: int) -> Iterator[tuple[float, float, dict[str, Any]]]:
+    """(start, length in ms, event)."""
+    for event in rank.events("X"):
+        if event["tid"] == lane:
+            yield event["ts"] / 1e3, event["dur"] / 1e3, event
 
 
 def lanes(rank: RankFiles, size: str) -> Figure:
     figure, axes = _figure(size, 2.5 if size == "wide" else 2.3)
-    by_lane: dict[int, list[dict[str, Any]]] = {lane: [] for lane in LANES}
-    for event in rank.events("X"):
-        by_lane[event["tid"]].append(event)
     shades = {"forward": colormaps["Blues"], "backward": colormaps["YlOrBr"]}
-    most_layers = max([event["args"].get("layer", 0) for event in by_lane[LAYERS]], default=0) or 1
+    most_layers = max([event["args"].get("layer", 0) for *_, event in _spans(rank, LAYERS)], default=0) or 1
 
-    def color(lane: int, event: dict[str, Any]) -> Any:
+    def color(lane: int, phase: str, args: dict[str, Any]) -> Any:
         if lane in LANE_COLORS:
             return LANE_COLORS[lane]
-        phase, args = event["cat"], event["args"]
         if phase == "optimizer":
             return OPTIMIZER_COLOR
         if lane == MICROBATCHES:
             return MICROBATCH_COLORS[phase][args["microbatch"] % 2]
         return shades[phase](0.25 + 0.5 * args["layer"] / most_layers) if args["layer"] else OUTSIDE_COLOR
 
+    least = max(rank.step_ms, 1e-6) / FINEST
     for row, lane in enumerate(reversed(LANES)):
-        for fill, spans in _merged(by_lane[lane], lambda event, lane=lane: color(lane, event), rank):
+        by_color: dict[Any, list[tuple[float, float]]] = {}
+        for start, length, event in _spans(rank, lane):
+            spans = by_color.setdefault(color(lane, event["cat"], event["args"]), [])
+            # Neighbours that no eye can tell apart are drawn as one.
+            if spans and 0 <= start - sum(spans[-1]) < least and (length < least or spans[-1][1] < least):
+                start, length = spans[-1][0], start + length - spans.pop()[0]
+            spans.append((start, length))
+        for fill, spans in by_color.items():
             axes.broken_barh(spans, (row - 0.36, 0.72), facecolors=[fill], linewidth=0)
     axes.set_yticks(range(len(LANES)), [LANE_NAMES[lane] for lane in reversed(LANES)], color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    axes.set_ylim(-0.6, len(LANES) - 0.4)
-    _time_axis(axes, rank)
+    axes.set(xlim=(0, rank.step_ms), ylim=(-0.6, len(LANES) - 0.4), xlabel=TIME)
     return figure
-
-
-def _merged(
-    events: Iterable[dict[str, Any]], color: Callable[[dict[str, Any]], Any], rank: RankFiles
-) -> Iterator[tuple[Any, list[tuple[float, float]]]]:
-    """(color, spans in ms): neighbours that no eye can tell apart as one."""
-    least = _least_ms(rank)
-    found: dict[Any, list[tuple[float, float]]] = {}
-    for event in events:
-        start, length = event["ts"] / 1e3, event["dur"] / 1e3
-        spans = found.setdefault(color(event), [])
-        if spans and 0 <= start - sum(spans[-1]) < least and (length < least or spans[-1][1] < least):
-            start, length = spans[-1][0], start + length - spans.pop()[0]
-        spans.append((start, length))
-    yield from found.items()
-
-
-def _shade_phases(axes: Any, rank: RankFiles) -> None:
-    for event in rank.events("X"):
-        if event["tid"] == MICROBATCHES:
-            start = event["ts"] / 1e3
-            axes.axvspan(start, start + event["dur"] / 1e3, color=PHASE_COLORS[event["cat"]], alpha=0.55, linewidth=0)
-
-
-def _time_axis(axes: Any, rank: RankFiles) -> None:
-    assert rank.trace
-    axes.set_xlim(0, rank.trace["otherData"]["step_ms"])
-    axes.set_xlabel("ms since the start of the step")
 
 
 # ---- what went where
@@ -185,14 +162,9 @@ def layers(rank: RankFiles, size: str) -> Figure:
     figure, axes = _figure(size, 2.6 if size == "wide" else 2.4)
     _stack(axes.bar, range(len(rows)), rows, width=0.72)
     _name_bars(axes, names, size)
-    axes.set_xlabel("layer")
     unit, name = _unit(_largest(rows))
     axes.set_ylim(0, 1.08 * _largest(rows) / unit)
-    axes.set_ylabel(f"{name} saved")
-    axes.yaxis.grid(True)
-    axes.set_axisbelow(True)
-    _legend(figure, size)
-    return figure
+    return _finish(figure, axes, size, xlabel="layer", ylabel=f"{name} saved")
 
 
 def tensors(rank: RankFiles, size: str) -> Figure:
@@ -209,11 +181,7 @@ def tensors(rank: RankFiles, size: str) -> Figure:
     ]
     axes.set_yticks(range(len(rows)), names, color=INK)
     axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"{_unit(_largest(rows))[1]} saved in the step")
-    axes.xaxis.grid(True)
-    axes.set_axisbelow(True)
-    _legend(figure, size)
-    return figure
+    return _finish(figure, axes, size, "x", xlabel=f"{_unit(_largest(rows))[1]} saved in the step")
 
 
 def _largest(rows: Sequence[dict[str, Any]]) -> float:
@@ -242,12 +210,7 @@ def ranks(files: Sequence[RankFiles], size: str) -> Figure:
     axes.bar([p - 0.19 for p in places], [a / unit for a, _ in both], 0.36, color=PLAIN_COLOR, label="nothing swapped")
     axes.bar([p + 0.19 for p in places], [b / unit for _, b in both], 0.36, color=PLAN_COLOR, label="as it ran")
     _name_bars(axes, [str(rank.rank) for rank in shown], size)
-    axes.set_xlabel("rank")
-    axes.set_ylabel(f"peak, {name}")
-    axes.yaxis.grid(True)
-    axes.set_axisbelow(True)
-    _legend(figure, size)
-    return figure
+    return _finish(figure, axes, size, xlabel="rank", ylabel=f"peak, {name}")
 
 
 def _name_bars(axes: Any, names: Sequence[str], size: str) -> None:
@@ -271,14 +234,4 @@ def frontier(found: Frontier, size: str) -> Figure:
         axes.plot(*zip(*points, strict=True) if points else ([], []), color=color, marker="o", ms=3, label=curve)
         axes.axvline(bound.bytes / unit, color=color, linewidth=0.8, linestyle=":")
     axes.plot([found.peak_bytes / unit], [found.plain_ms], color=INK, marker="o", label="nothing moved")
-    axes.set_xlabel(f"peak, {name} (dotted: floors)")
-    axes.set_ylabel("step, ms (predicted)")
-    axes.yaxis.grid(True)
-    axes.set_axisbelow(True)
-    _legend(figure, size)
-    return figure
-
-
-def _legend(figure: Figure, size: str) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=4 if size == "wide" else 2, fontsize=8.5)
+    return _finish(figure, axes, size, xlabel=f"peak, {name} (dotted: floors)", ylabel="step, ms (predicted)")

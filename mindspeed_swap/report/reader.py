@@ -38,6 +38,10 @@ class RankFiles:
     def step(self) -> dict[str, Any] | None:
         return self.summary["step"]
 
+    @property
+    def step_ms(self) -> float:
+        return self.trace["otherData"]["step_ms"] if self.trace else 0.0
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.trace["traceEvents"] if event["ph"] == kind] if self.trace else []
 
@@ -91,18 +95,15 @@ def read(directory: str, run: str | None = None) -> RunFiles:
 
 def _trace(files: RunFiles, path: Path) -> dict[str, Any] | None:
     """Without a trace the figures can still be shown, so whatever is wrong with it is only said."""
-    if not path.exists():
-        files.problems.append(f"{path}: missing; no pictures over time for this rank")
-        return None
     try:
         trace = _load(path, _check_trace)
+        if trace["otherData"].get("run_id") == files.run_id:
+            return trace
+        problem = f"{path}: of another run"
     except SettingError as error:
-        files.problems.append(f"{error}; no pictures over time for this rank")
-        return None
-    if trace["otherData"].get("run_id") != files.run_id:
-        files.problems.append(f"{path}: of another run; no pictures over time for this rank")
-        return None
-    return trace
+        problem = str(error)
+    files.problems.append(f"{problem}; no pictures over time for this rank")
+    return None
 
 
 def _load(path: Path, check: Callable[[Any], None]) -> Any:

@@ -1,6 +1,7 @@
 """The solver: rules that every plan obeys, both ends of the budget, and its distance from exhaustive search."""
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -182,6 +183,20 @@ def test_two_percent_above_the_floor_is_solved(shape: Shape) -> None:
     bound = floor(trace)
     budget = int(1.02 * bound.bytes)
     assert simulate(trace, solve(trace, budget)).peak <= budget
+
+
+def test_points_whose_position_was_met_before_are_never_acted_at() -> None:
+    """The manager acts at the first point of a position: a plan for a later one would not do what was predicted."""
+    for seed in range(12):
+        trace = random_trace(seed, points=24, modules=2) if seed % 2 else megatron_trace(Shape(layers=3))
+        rng = random.Random(seed)
+        for i in rng.sample(range(4, len(trace.points)), len(trace.points) // 5):
+            trace.points[i].position = trace.points[i - rng.randrange(1, 4)].position
+        for share in (0.0, 0.3, 0.7):
+            plan = solve(trace, between(trace, share))
+            outcome = simulate(trace, plan)
+            assert plan.prediction is not None and outcome.step_ms == plan.prediction.step_ms
+            assert outcome.peak <= plan.budget_bytes
 
 
 def test_what_fits_the_forward_window_costs_nothing_and_the_last_layer_stays() -> None:

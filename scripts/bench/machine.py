@@ -1,0 +1,38 @@
+"""What results were measured on."""
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from workloads import GPU
+
+
+def describe(device: str) -> dict[str, Any]:
+    """``id`` differs between machines and between starts of one: only runs of one id are compared."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    start = boot.read_text().strip() if boot.exists() else platform.node()
+    found: dict[str, Any] = {"device": device, "id": start, "cpus": os.cpu_count()}
+    if device == GPU:
+        query = "name,uuid,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max"
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        cards = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().split("\n")
+        name, uuid, driver, memory, generation, width = (part.strip() for part in cards[0].split(","))
+        found |= {"card": name, "cards": len(cards), "driver": driver, "memory": memory}
+        found |= {"link": f"PCIe gen {generation} x{width}", "id": f"{start}/{uuid}"}
+    else:
+        found["card"] = "simulated device"
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("torch", "megatron-core", "transformer-engine", "torchtune", "torchao", "mindspeed-swap"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

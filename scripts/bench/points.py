@@ -1,0 +1,41 @@
+"""A point: one way of training a workload. And what a competitor's file gives: its points."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workloads import COUNTED_STEPS, WARM_UP_STEPS, Workload
+
+PLAIN, FULL = "plain", "full"
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    group: str  # whose it is: "ours", or the competitor
+    flags: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    plugin: str = ""  # competitors/<plugin>.py is installed in the training process, with ``plugin_setting``
+    plugin_setting: str = ""
+    budget_bytes: int | None = None
+    warm_up_steps: int = WARM_UP_STEPS
+    missing: str = ""  # what must be installed first: until then it is skipped, and has no result
+
+    @property
+    def steps(self) -> int:
+        return self.warm_up_steps + COUNTED_STEPS
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a competitor may make its points from. ``known``: results by point, see results.py."""
+
+    workload: Workload
+    device: str
+    known: Mapping[str, Mapping[str, Any]]
+
+    def peak(self, point: str) -> int | None:
+        """Forward/backward peak of a point, if it has run well."""
+        found = self.known.get(point)
+        return found["peak_bytes"]["forward_backward"] if found and found["ok"] else None

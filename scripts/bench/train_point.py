@@ -1,0 +1,43 @@
+"""What a point's training process runs: scripts/pretrain_gpt.py with a competitor's plug-in installed.
+
+Settings, from the environment: BENCH_PLUGIN (a file of competitors/), BENCH_PLUGIN_SETTING.
+"""
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import pretrain_gpt  # noqa: E402  its first line comes before anything of Megatron
+
+
+def use_fused_adam() -> None:
+    """torch's fused AdamW where neither Transformer Engine nor apex brings one: as theirs it needs no temporaries.
+
+    Megatron's default without them is foreach, whose temporaries would be the peak of the step and hide all else. The
+    same for every point.
+    """
+    import torch
+    from megatron.core import optimizer
+
+    class FusedAdamW(torch.optim.AdamW):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **(kwargs | {"fused": True}))
+
+    if optimizer.Adam is torch.optim.AdamW:
+        optimizer.Adam = FusedAdamW
+
+
+def main() -> None:
+    use_fused_adam()
+    if plugin := os.environ.get("BENCH_PLUGIN"):
+        import importlib
+
+        importlib.import_module(f"competitors.{plugin}").install(os.environ.get("BENCH_PLUGIN_SETTING", ""))
+    with pretrain_gpt.oom_message.one_line():
+        pretrain_gpt.main()
+
+
+if __name__ == "__main__":
+    main()

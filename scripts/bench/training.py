@@ -1,0 +1,157 @@
+"""Trains one point in processes of its own, and makes the record of it from what they wrote."""
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lower_bound import recompute_options
+from points import Point
+from workloads import COUNTED_STEPS, GPU, SIM, Workload
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
+OUT_OF_MEMORY = "out of memory"
+LOG_LINES = 40
+
+
+def train(
+    workload: Workload, point: Point, device: str, machine: str, seconds: float,
+    inspect: Callable[[Path], dict[str, Any]] | None = None,
+) -> dict[str, Any] | None:
+    """The record. None if it was not over after ``seconds``. ``inspect`` may add what it finds in the run's folder."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        record = _train(workload, point, device, machine, seconds, Path(folder))
+        return record | inspect(Path(folder)) if record and record["ok"] and inspect else record
+
+
+def _train(
+    workload: Workload, point: Point, device: str, machine: str, seconds: float, folder: Path
+) -> dict[str, Any] | None:
+    flags = [*workload.flags, *point.flags]
+    settings = {**workload.settings, **point.settings, "NPROC": str(workload.ranks), "ITERS": str(point.steps)}
+    if point.plugin:
+        settings |= {"BENCH_PLUGIN": point.plugin, "BENCH_PLUGIN_SETTING": point.plugin_setting}
+    shown = [f"{name}={value}" for name, value in settings.items()]
+    record: dict[str, Any] = {
+        "workload": workload.name, "point": point.name, "group": point.group, "machine": machine,
+        "when": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()), "budget_bytes": point.budget_bytes,
+        "microbatches": workload.microbatches,
+        "command": shlex.join([*shown, "PROGRAM=scripts/bench/train_point.py", f"scripts/{SCRIPT[device]}", *flags]),
+    }  # fmt: skip
+    command = ["bash", str(HERE.parent / SCRIPT[device]), *flags, "--measure-no-hashes"]
+    command += ["--measure-file", f"{folder}/measured.{{rank}}.json"]
+    if point.group == "ours":
+        command += ["--swap-report-dir", str(folder)]
+    started = time.monotonic()
+    code = _run(command, settings | {"PROGRAM": str(HERE / "train_point.py")}, device, folder / "log.txt", seconds)
+    record["wall_seconds"] = round(time.monotonic() - started, 1)
+    if code is None:
+        return None
+    if code != 0:
+        lines = (folder / "log.txt").read_text(errors="replace").rstrip().split("\n")
+        told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
+        return record | {"ok": False, "why": told.strip()[:300] or f"exit code {code}", "log": lines[-LOG_LINES:]}
+    ranks = [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in range(workload.ranks)]
+    return record | {"ok": True, "why": ""} | figures(ranks) | _ours(folder, workload.ranks, point)
+
+
+def _run(command: list[str], settings: dict[str, str], device: str, log: Path, seconds: float) -> int | None:
+    """Exit code; None if it had to be ended."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP_")}
+    environment |= {"PYTHON": sys.executable} | settings
+    if device == SIM:
+        environment.setdefault("DATA", "mock")
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With its ranks: they are in its session, or torchrun, asked to end, ends them."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the last COUNTED_STEPS steps of all ranks: the slowest rank's times, the largest memory."""
+    counted = [rank["steps"][-COUNTED_STEPS:] for rank in ranks]
+    steps_ms = [1000 * max(step["seconds"] for step in steps) for steps in zip(*counted, strict=True)]
+    every = [step for steps in counted for step in steps]
+
+    def most(kind: str, phase: str) -> int:
+        return max(step["phases"].get(phase, {}).get(kind, 0) for step in every)
+
+    losses = [step["loss"] for rank in ranks for step in rank["steps"] if step["loss"] is not None]
+    quarters = statistics.quantiles(steps_ms, n=4)
+    return {
+        "steps_ms": [round(ms, 3) for ms in steps_ms],
+        "step_ms": statistics.median(steps_ms),
+        "spread_ms": [quarters[0], quarters[2]],
+        "forward_ms": statistics.median(max(s["forward_ms"] for s in steps) for steps in zip(*counted, strict=True)),
+        "backward_ms": statistics.median(max(s["backward_ms"] for s in steps) for steps in zip(*counted, strict=True)),
+        "peak_bytes": {phase: most("allocated_bytes", phase) for phase in ("forward_backward", "optimizer")},
+        "peak_reserved_bytes": max(most("reserved_bytes", p) for p in ("forward_backward", "optimizer", "rest")),
+        "held_bytes": max(step["held_bytes"] for step in every),
+        "static_bytes": max(step["static_bytes"] for step in every),
+        "host": [rank["host"] for rank in ranks],
+        "ranks": [
+            {"peak_bytes": max(step["phases"]["forward_backward"]["allocated_bytes"] for step in steps),
+             "held_bytes": max(step["held_bytes"] for step in steps)}
+            for steps in counted
+        ],
+        "losses": [losses[0], losses[-1]],
+    }  # fmt: skip
+
+
+def _ours(folder: Path, ranks: int, point: Point) -> dict[str, Any]:
+    """What our feature reported: of the last rank whose step was predicted longest, and the link and modules."""
+    summaries = [path for rank in range(ranks) if (path := folder / f"rank{rank}" / "summary.json").exists()]
+    if not summaries:
+        return {}
+    told = [json.loads(path.read_text()) for path in summaries]
+    first = told[0]
+    predictions = [t["plan"]["prediction"] for t in told if t["plan"]["prediction"]]
+    found: dict[str, Any] = {
+        "swap": {
+            "phase": first["phase"],
+            "stable_steps": min(t["stable"]["steps"] for t in told),
+            "tries": max(len(t["tries"]) for t in told),
+            "swap_bytes": max(t["plan"]["swap_bytes"] for t in told),
+            "predicted_ms": max((p["step_ms"] for p in predictions), default=None),
+            "predicted_peak_bytes": max((max(p["peak_bytes"].values()) for p in predictions), default=None),
+            "recompute_ms": max((p["recompute_ms"] for p in predictions), default=None),
+            "stall_ms": max((p["stall_ms"] for p in predictions), default=None),
+            "stable": first["stable"],
+            "moments_bytes": max(((t["virtual_optimizer"] or {}).get("moments_bytes", 0) for t in told), default=0),
+            "host_bytes": max(t["host"]["peak_used_bytes"] for t in told),
+        }
+    }
+    trace_file = folder / "rank0" / "step_trace.json"
+    if trace_file.exists():
+        trace = json.loads(trace_file.read_text())
+        found["link"] = {"out_bytes_per_ms": trace["d2h_bytes_per_ms"], "in_bytes_per_ms": trace["h2d_bytes_per_ms"]}
+        if point.name == "adaptive@nothing":  # where nothing else disturbs the times of the modules
+            found["recompute_options"] = recompute_options(trace)
+    return found
