@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.recompute import Chosen
-from mindspeed_swap.core.scene import Stage
+from mindspeed_swap.core.scene import Order, Stage
 from mindspeed_swap.core.simulate import plain_step_ms
 from mindspeed_swap.core.windows import link_rates
 
@@ -85,7 +85,9 @@ class Attempt:
             for corner in fitting:
                 if not corner.placed or not self._large:
                     self._take(corner.flags, corner.placed, corner.curve)
-            self._recompute(alone)
+            self._recompute(alone, stage.order(target))
+            if not any(self.flags):
+                self._recompute(alone, stage.order(target, largest=False))
             if not self._large:
                 self._search()
                 self._shift()
@@ -125,12 +127,12 @@ class Attempt:
                 break
         return best
 
-    def _recompute(self, wait_ms: float) -> None:
+    def _recompute(self, wait_ms: float, order: Order) -> None:
         """First parts of the price order: each of them if they are few, else where the waits that are left point to.
         ``wait_ms``: that of swap alone."""
-        stage, count = self.stage, len(self.stage.order)
+        stage, count = self.stage, len(order)
         sets = max(FEWEST_SETS, self._tries // TRIES_PER_SET)
-        gained = [0, *accumulate(nbytes for _, nbytes in stage.order)]
+        gained = [0, *accumulate(nbytes for _, nbytes in order)]
         low, high = 0, count
         pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
         for k in range(1, sets + 1):
@@ -141,7 +143,7 @@ class Attempt:
                     k = max(low + 1, min(high, bisect_left(gained, gained[low] + wait_ms * pace)))
                 else:
                     k = (low + high + 1) // 2
-            flags = stage.first(k)
+            flags = stage.first(order, k)
             before, wait_ms = wait_ms, self._swap(flags)
             wait_ms -= sum(module.record.forward_ms for module in stage.members(flags))
             if count <= sets or wait_ms > NEGLIGIBLE_MS:

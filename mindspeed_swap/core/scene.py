@@ -25,6 +25,9 @@ PREFETCH_HEADROOM = 0.2
 MAX_SCENES = 256
 
 
+Order = list[tuple[int, int]]  # module, bytes that it frees beyond those that it replaces
+
+
 @dataclass(eq=False)
 class Scene:
     trace: StepTrace
@@ -148,7 +151,7 @@ class Stage:
         self.trace = trace
         self.modules = modules_of(trace) if recompute else []
         self.nothing = (False,) * len(self.modules)
-        self.order = by_price(self.modules)
+        self._orders: dict[tuple[int, ...], Order] = {}
         everything = {id(module) for module in full_recompute(self.modules)}
         self.full = tuple(id(module) in everything for module in self.modules)
         self._acts = points_to_act(trace)
@@ -163,6 +166,7 @@ class Stage:
         self.plain = self._scenes[self.nothing] = Scene(
             trace, self._acts, memory_curve(trace, ()), jobs, (), set()
         )
+        self._least_when_run = self._leasts()
 
     def scene(self, flags: tuple[bool, ...]) -> Scene:
         found = self._scenes.get(flags)
@@ -181,10 +185,35 @@ class Stage:
     def members(self, flags: Iterable[bool]) -> list[Module]:
         return [module for module, on in zip(self.modules, flags, strict=True) if on]
 
-    def first(self, count: int) -> tuple[bool, ...]:
+    def _leasts(self) -> list[int]:
+        """For each module: least memory while it runs again, with everything else away that can be. A layer brings all
+        that it saves back at once; parts of it do not."""
+        least = self.plain.curve(self.plain.farthest) if self.modules else []
+        jobs = {job.record: job for job in self.plain.jobs}
+        found = []
+        for module in self.modules:
+            after = min(module.run + 1, len(least) - 1)
+            away = [jobs[i] for i in module.frees if i in jobs]
+            back = sum(job.nbytes for job in away if job.release < after <= job.prefetch)
+            found.append(least[after] + back + module.working_bytes)
+        return found
+
+    def order(self, target: int, *, largest: bool = True) -> Order:
+        """The modules that can run again within ``target``, those most worth it first, with what each frees more. Not
+        ``largest``: without those of the name that needs most memory while it runs."""
+        usable = tuple(m for m, least in enumerate(self._least_when_run) if least <= target)
+        if usable and not largest:
+            most = self.modules[max(usable, key=self._least_when_run.__getitem__)].record.key.name
+            usable = tuple(m for m in usable if self.modules[m].record.key.name != most)
+        if usable not in self._orders:
+            found = by_price([self.modules[m] for m in usable])
+            self._orders[usable] = [(usable[m], gained) for m, gained in found]
+        return self._orders[usable]
+
+    def first(self, order: Order, count: int) -> tuple[bool, ...]:
         """The ``count`` modules most worth recomputing."""
         chosen = Chosen(self.modules)
-        for m, _ in self.order[:count]:
+        for m, _ in order[:count]:
             chosen.add(m)
         return tuple(chosen.flags)
 
