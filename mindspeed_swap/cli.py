@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     what_if = commands.add_parser("what-if", help="predicted step time against memory, from a recorded step")
     what_if.add_argument("path", metavar="DIR|TRACE", help="what --swap-report-dir named, or a step_trace.json")
-    what_if.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="peaks to plan for, such as 30GiB")
+    budgets = "peaks to plan for, such as 30GiB; one: says all that its plan does"
+    what_if.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help=budgets)
     what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
     what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")
     what_if.set_defaults(run=_what_if)

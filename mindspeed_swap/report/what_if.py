@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_swap.core.checked import first_difference
+from mindspeed_swap.core.explain import explain
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
@@ -48,8 +49,11 @@ def what_if(
         from mindspeed_swap.report import pictures  # tells in one line that matplotlib is needed
     wanted = [parse_bytes(text, "--budgets") for text in budgets]
     host = None if host_memory_gib is None else int(host_memory_gib * (1 << 30))
-    found = frontier(read_traces(path), wanted, host)
+    traces = read_traces(path)
+    found = frontier(traces, wanted, host)
     print(table(found))
+    if len(wanted) == 1:
+        print("\n".join(explained(traces, wanted[0], host)))
     if picture:
         try:
             pictures.png(lambda size: pictures.frontier(found, size), picture)
@@ -110,6 +114,20 @@ def _answer(traces: Sequence[StepTrace], budget: int, verbs: Sequence[str], host
         max(plan.swap_bytes for plan in plans),
         max(sum(recompute.nbytes for recompute in plan.recomputes) for plan in plans),
     )
+
+
+def explained(traces: Sequence[StepTrace], budget: int, host_budget: int | None) -> list[str]:
+    """For one budget: what each curve's plan does, on the rank that needs most."""
+    trace = max(traces, key=lambda trace: max(memory_curve(trace, ())))
+    lines = []
+    for name, (verbs, _) in CURVES.items():
+        try:
+            plan = solve(trace, budget, verbs, host_budget)
+        except Infeasible as error:
+            lines += ["", f"{name}: {error}"]
+        else:
+            lines += ["", f"{name}:", *(f"  {line}" for line in explain(trace, plan))]
+    return lines
 
 
 def table(found: Frontier) -> str:

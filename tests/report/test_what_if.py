@@ -33,6 +33,14 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[2].startswith("1.0 MiB") and rows[2].endswith("(below the floor)")
 
 
+def test_one_budget_is_explained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["what-if", str(folder), "--budgets", "4MiB"]) == 0
+    out = capsys.readouterr().out.split("\nkeep|swap:\n")[1]
+    assert re.search(r"^  phase F: peak [\d.]+ MiB -> [\d.]+ MiB", out)
+    assert re.search(r"^  swap \d+ of \d+ of layers [\d-]+: ", out, re.MULTILINE)
+    assert "\n+recompute:\n" in out
+
+
 def test_ranks_of_different_models_are_refused_by_the_first_difference(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
