@@ -147,10 +147,19 @@ class Runtime:
         _end_if_terminated()
         if not self.in_step or not torch.is_grad_enabled():
             return _NOTHING
-        chunk = next((i for i, candidate in enumerate(self._models) if candidate is model), 0)
+        chunk = 0 if len(self._models) == 1 else self._chunk(model)
         number = self._microbatches.get(chunk, 0)
         self._microbatches[chunk] = number + 1
         return self.manager.forward(number, chunk)
+
+    def _chunk(self, model: Any) -> int:
+        for number, candidate in enumerate(self._models):
+            if candidate is model:
+                return number
+        raise SettingError(
+            f"{self._options.names}: forward_step got a model that train_step was not given: positions of its model "
+            "chunks cannot be told apart"
+        )
 
     def layer(self, number: int, entering: Any = None) -> Any:
         """``entering``: what the layer gets. Of the first one in a step it tells the size of the microbatches."""

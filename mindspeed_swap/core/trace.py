@@ -216,6 +216,12 @@ class StepTrace:
                 index = getattr(item, name)
                 if index is not None and not 0 <= index < count:
                     raise ValueError(f"damaged trace: {where}: {name} is point {index} of {count}")
+                first = getattr(item, names[0])
+                if index is not None and index < first:
+                    raise ValueError(f"damaged trace: {where}: {name} is point {index}, before {names[0]} at {first}")
+        for i, wait in enumerate(trace.waits):
+            if not 0 <= wait.point <= count:
+                raise ValueError(f"damaged trace: waits[{i}]: point is {wait.point} of {count}")
         for i, module in enumerate(trace.modules):
             for key in (*module.frees, *module.keeps):
                 if key not in known:

@@ -54,6 +54,10 @@ DAMAGE: list[tuple[str, list[Any], Any, str]] = [
     ("trace", ["modules", 1, "end"], 10**6, r"modules\[1\]: end is point 1000000"),
     ("trace", ["modules", 1, "frees", 0], [9, 9, 9, 9], r"modules\[1\]: \(9, 9, 9, 9\) was never saved"),
     ("trace", ["saved", 1, "key"], [0, 0, 1, 0], "one key names two records"),
+    ("trace", ["saved", 9, "first_read"], 0, r"saved\[9\]: first_read is point 0, before saved at \d+"),
+    ("trace", ["modules", 3, "end"], 0, r"modules\[3\]: end is point 0, before begin at \d+"),
+    ("trace", ["waits"], [{"key": [0, 0, 1, 0], "point": -1, "cause": "x", "start_ms": 0, "end_ms": 1}],
+     r"waits\[0\]: point is -1"),
 ]
 
 
