@@ -6,13 +6,14 @@ set -u -o pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ROOT" || exit 1
 [ -z "$GPU_NAME" ] || echo "tests/gpu runs on it, all other tests on the simulated device"
+cores="$(env -u OMP_NUM_THREADS nproc)" # nproc believes that variable
 # Several ranks of a test share the cores: OpenMP threads of one would spin on the cores of the others. (torchrun
 # does the same.)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 parallel=()
 case "${*#--full}" in
     # Everything: files side by side, each with its share of the cores. A selection runs in order, in one process.
-    "" | " ") parallel=(-n "$(($(nproc) < 4 ? $(nproc) : 4))" --dist loadgroup) ;;
+    "" | " ") parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadgroup) ;;
 esac
 "$PYTHON" -m pytest "${parallel[@]}" "$@"
 code=$?
