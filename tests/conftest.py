@@ -21,8 +21,9 @@ def _gpus() -> int:
 def pytest_collection_modifyitems(config, items):
     for item in items:
         # What tests of a file share is made once; tests/layouts share what they train.
-        folder, _, file = item.nodeid.partition("::")[0].rpartition("/")
-        item.add_marker(pytest.mark.xdist_group("layouts" if folder == "tests/layouts" else f"{folder}/{file}"))
+        if config.pluginmanager.hasplugin("xdist"):
+            folder, _, file = item.nodeid.partition("::")[0].rpartition("/")
+            item.add_marker(pytest.mark.xdist_group("layouts" if folder == "tests/layouts" else f"{folder}/{file}"))
         if "full" in item.keywords and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="part of the whole matrix: --full"))
         if "gpu" in item.keywords and _gpus() == 0:

@@ -1,4 +1,6 @@
 """The trace of a step: indices on a graph small enough to check by hand, and the residency convention of trace.py."""
+import gc
+
 import pytest
 import torch
 from swapping import assert_same, blocks, capacity, new_manager, recorded_plan, run_step
@@ -105,6 +107,7 @@ def bases(trace: StepTrace) -> list[int]:
 @pytest.mark.parametrize("release", [0, 2])
 def test_base_is_the_same_under_a_plan(sim, release, prefetch):
     """What an interval needs besides the resident tensors does not depend on which of them are resident."""
+    gc.collect()  # of earlier tests
     body, leaves = blocks(4, width=64, tokens=64)
     manager = new_manager(sim)
     kept = record(body, leaves, manager)

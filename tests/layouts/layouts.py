@@ -68,7 +68,7 @@ LAYOUTS: dict[str, Layout] = {
                 "--num-layers-per-virtual-pipeline-stage 1 --split 80,20,0 --eval-interval 5 --eval-iters 1 "
                 "--eval-global-batch-size 32"
             ),
-            {**_PP2, "LAYERS": "8", "BATCH_SCHEDULE": "0:32,20480:64"},
+            {**_PP2, "LAYERS": "8", "BATCH_SCHEDULE": "0:32,20480:64", "ITERS": "14"},  # two searches take their steps
         ),
         Layout(
             "optimizer_offload",

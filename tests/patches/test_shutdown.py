@@ -39,11 +39,9 @@ WATCH = textwrap.dedent(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_training_gives_everything_back(number, tmp_path):
-    shell = (SCRIPTS / "pretrain_gpt_sim.sh").read_text().replace('"$here/pretrain_gpt.py"', '"$WATCH"')
-    watch, script = tmp_path / "watch.py", tmp_path / "run.sh"
+    watch, script = tmp_path / "watch.py", SCRIPTS / "pretrain_gpt_sim.sh"
     watch.write_text(WATCH)
-    script.write_text(shell.replace('here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', 'here="$SCRIPTS"'))
-    env = dict(os.environ, WATCH=str(watch), SCRIPTS=str(SCRIPTS), PYTHON=sys.executable, PYTHONUNBUFFERED="1")
+    env = dict(os.environ, PROGRAM=str(watch), SCRIPTS=str(SCRIPTS), PYTHON=sys.executable, PYTHONUNBUFFERED="1")
     env.update(LAYERS="4", HIDDEN="64", SEQ="256", MBS="2", GBS="4", ITERS="100000", DATA="mock")
     env["MINDSPEED_SWAP_DEVICE_CAPACITY"] = "17MiB"
     process = subprocess.Popen(

@@ -34,8 +34,10 @@ def test_the_step_is_set_by_load_state_dict_alone():
     calls = []
     wrapped = patch._set_main_param_and_optimizer_states(lambda *args: calls.append(args))
     tensors = {"param": 1, "step": torch.tensor(3.0)}
-    wrapped("self", "model parameter", tensors)
-    assert calls == [("self", "model parameter", {"param": 1, "step": None})]
+    optimizer = torch.optim.AdamW(parameters()[:1])
+    part = SimpleNamespace(optimizer=optimizer, model_param_group_index_map={"model parameter": (0, 0)})
+    wrapped(part, "model parameter", tensors)
+    assert calls == [(part, "model parameter", {"param": 1, "step": None})]
     assert tensors["step"] == 3
 
 
