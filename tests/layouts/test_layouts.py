@@ -7,7 +7,7 @@ from layouts import LAYOUTS
 
 DTYPES = ("bf16", "fp32")
 # Run by default, beside those that the cases here train; the others take too long for every run: --full.
-DEFAULT = ("one", "tp_sp", "dp_overlap_both", "ep")
+DEFAULT = ("one", "tp_sp", "ep")
 
 pytest.importorskip("megatron.training")
 
