@@ -132,9 +132,21 @@ FEATURES = (
     PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER, MEMORY_FRAGMENTATION, MINDSPEED_MEMORY,
 )  # fmt: skip
 
-_OTHER_ALLOCATOR = Refused("it replaces the allocator whose memory pressure is listened to")
-_MINDSPEED_OWN = Refused("both move or drop saved tensors")
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
+# Of every flag that moves or drops saved tensors.
+_SAVED_TENSORS: dict[Feature, Cell] = {
+    FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
+    LAYER_OFFLOAD: _SAME_TENSORS,
+    OPTIMIZER_OFFLOAD: Works(),
+    CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
+    COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
+    FSDP: NotTested(),
+    LOW_PRECISION: NotTested(),
+    CONTEXT_PARALLEL: NotTested(),
+    TRANSFORMER_ENGINE: NotTested(),
+    MEMORY_FRAGMENTATION: Refused("it replaces the allocator whose memory pressure is listened to"),
+    MINDSPEED_MEMORY: Refused("both move or drop saved tensors"),
+}
 
 _ITS_CHOICE_SELECTIVE = Refused(
     "the feature decides what to recompute",
@@ -157,50 +169,20 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
     "--smart-swap": {
         RECOMPUTE_SELECTIVE: Works("what recompute leaves is swapped"),
         RECOMPUTE_FULL: Works("the inputs of the recomputed layers are swapped"),
-        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
-        LAYER_OFFLOAD: _SAME_TENSORS,
-        OPTIMIZER_OFFLOAD: Works(),
-        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
-        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
-        FSDP: NotTested(),
-        LOW_PRECISION: NotTested(),
-        CONTEXT_PARALLEL: NotTested(),
-        TRANSFORMER_ENGINE: NotTested(),
-        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
-        MINDSPEED_MEMORY: _MINDSPEED_OWN,
+        **_SAVED_TENSORS,
     },
     "--adaptive-memory-optimization": {
         SMART_SWAP: Refused("it decides what to swap itself"),
         RECOMPUTE_SELECTIVE: _ITS_CHOICE_SELECTIVE,
         RECOMPUTE_FULL: _ITS_CHOICE_FULL,
-        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
-        LAYER_OFFLOAD: _SAME_TENSORS,
-        OPTIMIZER_OFFLOAD: Works(),
-        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
-        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
-        FSDP: NotTested(),
-        LOW_PRECISION: NotTested(),
-        CONTEXT_PARALLEL: NotTested(),
-        TRANSFORMER_ENGINE: NotTested(),
-        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
-        MINDSPEED_MEMORY: _MINDSPEED_OWN,
+        **_SAVED_TENSORS,
     },
     "--swap-config": {
         SMART_SWAP: _OWN_LIST,
         ADAPTIVE: _OWN_LIST,
         RECOMPUTE_SELECTIVE: _LISTED_SELECTIVE,
         RECOMPUTE_FULL: _LISTED_FULL,
-        FINE_GRAINED_OFFLOAD: _SAME_TENSORS,
-        LAYER_OFFLOAD: _SAME_TENSORS,
-        OPTIMIZER_OFFLOAD: Works(),
-        CUDA_GRAPHS: Refused("a captured graph runs without Python, where saved tensors are seen"),
-        COMBINED_1F1B: Refused("its schedule does not go through forward_step, where saved tensors are seen"),
-        FSDP: NotTested(),
-        LOW_PRECISION: NotTested(),
-        CONTEXT_PARALLEL: NotTested(),
-        TRANSFORMER_ENGINE: NotTested(),
-        MEMORY_FRAGMENTATION: _OTHER_ALLOCATOR,
-        MINDSPEED_MEMORY: _MINDSPEED_OWN,
+        **_SAVED_TENSORS,
     },
     "--virtual-optimizer": {
         OPTIMIZER_OFFLOAD: Refused("it keeps the optimizer's state on the host itself"),

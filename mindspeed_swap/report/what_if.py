@@ -112,7 +112,7 @@ def _answer(traces: Sequence[StepTrace], budget: int, verbs: Sequence[str], host
     return Answer(
         max(plan.prediction.step_ms for plan in plans if plan.prediction),
         max(plan.swap_bytes for plan in plans),
-        max(sum(recompute.nbytes for recompute in plan.recomputes) for plan in plans),
+        max(plan.recompute_bytes for plan in plans),
     )
 
 

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, save_plans
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, replace_file, save_plans
 
-# Digests kept per rank: the newest. A search makes a few.
+# Digests kept per rank at most. A search makes a few.
 MOST_FAILED = 100
 
 
@@ -53,6 +52,4 @@ class PlanCache:
         (self.folder / "key.txt").write_text(self._model.replace(" ", "\n") + "\n")
         if plans:
             save_plans(self._plans, self._rank, plans)
-        partial = self._failed.with_suffix(".partial")
-        partial.write_text(json.dumps(sorted(failed)[:MOST_FAILED]))
-        os.replace(partial, self._failed)
+        replace_file(self._failed, json.dumps(sorted(failed)[:MOST_FAILED]))

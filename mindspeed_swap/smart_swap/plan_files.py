@@ -43,10 +43,15 @@ def save_plans(path: Path, rank: int, plans: Mapping[Shape, Plan]) -> None:
         "rank": rank,
         "plans": {f"{shape[0]}x{shape[1]}": json.loads(plan.to_json()) for shape, plan in plans.items()},
     }
+    replace_file(path, json.dumps(content) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """As a whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_text(json.dumps(content) + "\n")
+        partial.write_text(text)
         os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
