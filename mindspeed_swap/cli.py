@@ -132,3 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SettingError as error:
         print(f"mindspeed-swap: {error}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":  # python -m mindspeed_swap.cli, where scripts are not on the path
+    sys.exit(main())

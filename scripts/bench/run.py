@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from competitors import (  # noqa: E402
 from machine import describe, versions  # noqa: E402
 from points import FULL, PLAIN, Context, Point  # noqa: E402
 from results import VERSION, Results, read  # noqa: E402
-from training import train  # noqa: E402
+from training import Job, Run  # noqa: E402
 from workloads import GPU, NAMES, SIM, Workload, workload  # noqa: E402
 
 # In the order in which time is best spent.
@@ -55,7 +55,6 @@ class Call:
     def __init__(self, args: argparse.Namespace, chosen: Workload) -> None:
         self.args, self.workload = args, chosen
         self.file = f"{args.device}-{chosen.name}-{args.part}.json"
-        self.inspect: Callable[[Path], dict[str, Any]] | None = None  # adds to a record what the run's folder tells
         self.machine = describe(args.device)
         self.ends = time.monotonic() + 60 * args.minutes
         self.earlier = read([args.out, *args.known], args.device)
@@ -66,14 +65,15 @@ class Call:
     def results(self) -> Results:
         return Results([*self.earlier.records, *self.added], {})
 
-    def next_point(self) -> Point | None:
+    def next_job(self, running: Job | None = None) -> Job | None:
+        """``running``: as if that had ended."""
         results, name = self.results, self.workload.name
         context = Context(self.workload, self.args.device, results.known(name))
         points = {point.name: point for point in all_points(context)}
         for reference in self.args.references:
             here = [run for run in results.runs(name, reference) if run["machine"] == self.machine["id"]]
             if reference in points and not here and reference not in self.tried:
-                return points[reference]
+                return Job(self.workload, points[reference])
         patterns = self.args.points
         wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
         for point in wanted:
@@ -82,13 +82,15 @@ class Call:
                 print(f"{point.name}: skipped: {point.missing}", flush=True)
         wanted = [point for point in wanted if not point.missing]
         counts = {point.name: self._count(point.name) for point in wanted}
+        if running is not None and running.point.name in counts:
+            counts[running.point.name] += 1
         least = min(counts.values(), default=0)
         if least >= self.args.rounds:
             return None
         # Each round begins elsewhere: what comes first or last in a call is not always the same point.
         first = least * len(wanted) // self.args.rounds
         rotated = wanted[first:] + wanted[:first]
-        return next((point for point in rotated if counts[point.name] == least), None)
+        return next((Job(self.workload, point) for point in rotated if counts[point.name] == least), None)
 
     def _count(self, point: str) -> int:
         records = [r for r in self.results.records if (r["workload"], r["point"]) == (self.workload.name, point)]
@@ -96,28 +98,42 @@ class Call:
             records = [r for r in records if r["ok"] or r in self.added]
         return len(records)
 
-    def expected_seconds(self, point: Point) -> float:
+    def expected_seconds(self, job: Job) -> float:
         """As long as the longest like it took."""
-        mine = [r for r in self.results.records if r["workload"] == self.workload.name and r["wall_seconds"]]
-        like = [r["wall_seconds"] for r in mine if r["group"] == point.group] or [r["wall_seconds"] for r in mine]
+        mine = [r for r in self.results.records if r["workload"] == job.workload.name and r["wall_seconds"]]
+        like = [r["wall_seconds"] for r in mine if r["group"] == job.point.group] or [r["wall_seconds"] for r in mine]
         return max(like, default=GUESSED_SECONDS[self.args.device])
 
     def run(self) -> int:
         """1 if points are left, which need another call."""
-        while (point := self.next_point()) is not None:
-            left = self.ends - time.monotonic()
-            if self.expected_seconds(point) > left:
-                print(f"time is up: {point.name} and what follows need another call", flush=True)
-                return 1
-            self.tried.add(point.name)
-            record = train(self.workload, point, self.args.device, self.machine["id"], left, self.inspect)
-            if record is None:
-                print(f"{point.name}: ended as time is up; to be run again", flush=True)
-                return 1
-            self.added.append(record)
-            self._save()
-            print(_line(record), flush=True)
-        return 0
+        ahead: Run | None = None
+        try:
+            while (job := self.next_job()) is not None:
+                name, left = job.point.name, self.ends - time.monotonic()
+                if self.expected_seconds(job) > left:
+                    print(f"time is up: {name} and what follows need another call", flush=True)
+                    return 1
+                self.tried.add(name)
+                if ahead is not None and ahead.job.key != job.key:  # the last result made other points
+                    ahead.drop()
+                    ahead = None
+                run, ahead = ahead or self._start(job), None
+                if self.args.ahead and (following := self.next_job(running=job)) is not None:
+                    ahead = self._start(following)
+                record = run.finish(left)
+                if record is None:
+                    print(f"{name}: ended as time is up; to be run again", flush=True)
+                    return 1
+                self.added.append(record)
+                self._save()
+                print(_line(record), flush=True)
+            return 0
+        finally:
+            if ahead is not None:
+                ahead.drop()
+
+    def _start(self, job: Job) -> Run:
+        return Run(job, self.args.device, self.machine["id"])
 
     def _save(self) -> None:
         data = {
@@ -155,9 +171,13 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="how often each point is to be run, over all calls")
     parser.add_argument("--part", default=time.strftime("%Y%m%d-%H%M%S"), help="names the result file")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--ahead", action=argparse.BooleanOptionalAction, help="start the next point's process while "
+                        "one trains; it waits before it touches the device (default: on a GPU machine)")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the points that are left, and run nothing")
     args = parser.parse_args(given)
     args.given = given
+    if args.ahead is None:
+        args.ahead = args.device == GPU
     args.points, args.references = (list(filter(None, x.split(","))) for x in (args.points, args.references))
     try:
         workload(args.workload, args.device)

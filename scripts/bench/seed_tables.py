@@ -22,11 +22,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from points import PLAIN, Context, Point  # noqa: E402
+from points import PLAIN, Context  # noqa: E402
 from results import Results, read  # noqa: E402
 from run import Call, all_points  # noqa: E402
 from seed_sizes import ADAPTIVE, FULL_SIZE, Size, Table, predict, tables  # noqa: E402
 from table import grid  # noqa: E402
+from training import Job  # noqa: E402
 from workloads import GPU, SIM, Workload  # noqa: E402
 
 NOT_RUN = "not run"
@@ -40,21 +41,23 @@ def name_of(table: Table, ranks: int, side: str) -> str:
 class SeedCall(Call):
     """Both sides of every table; where it is scaled down, plain of the feature's side first, for its target."""
 
-    def next_point(self) -> Point | None:
+    def next_job(self, running: Job | None = None) -> Job | None:
         here = self.results.of(self.machine["id"])
         for table, full in zip(tables(self.args.run, self.args.device), FULL_SIZE, strict=True):
             if None not in compared(self.results, table, self.args.run):
                 continue
             after = [f"{table.feature}@{name}" if name != PLAIN else name for name in self._after()]
             for side, size, wanted in (("before", table.before, [table.baseline]), ("after", table.after, after)):
-                self.workload = size.workload(name_of(table, self.args.run, side))
-                known = here.known(self.workload.name)
-                possible = {p.name: p for p in all_points(Context(self.workload, self.args.device, known))}
+                workload = size.workload(name_of(table, self.args.run, side))
+                known = here.known(workload.name)
+                possible = {p.name: p for p in all_points(Context(workload, self.args.device, known))}
                 for name in wanted:
-                    if name not in known and name in possible:
-                        predicts = name == "adaptive@nothing" and table is not full
-                        self.inspect = partial(predict, table, full) if predicts else None
-                        return possible[name]
+                    if name in known or name not in possible:
+                        continue
+                    predicts = name == "adaptive@nothing" and table is not full
+                    job = Job(workload, possible[name], partial(predict, table, full) if predicts else None)
+                    if running is None or job.key != running.key:
+                        return job
         return None
 
     def _after(self) -> tuple[str, ...]:
@@ -135,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--run needs --out")
         args.out.mkdir(parents=True, exist_ok=True)
         args.given, args.part, args.retry = given, time.strftime("%Y%m%d-%H%M%S"), False
+        args.ahead = args.device == GPU
         left = SeedCall(args, Workload(f"seeds{args.run}", "", {})).run()
     else:
         left = 0

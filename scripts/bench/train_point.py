@@ -1,9 +1,11 @@
 """What a point's training process runs: scripts/pretrain_gpt.py with a competitor's plug-in installed.
 
-Settings, from the environment: BENCH_PLUGIN (a file of competitors/), BENCH_PLUGIN_SETTING.
+Settings, from the environment: BENCH_PLUGIN (a file of competitors/), BENCH_PLUGIN_SETTING, BENCH_GATE (a file: nothing
+but imports before it is there).
 """
 import os
 import sys
+import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -29,12 +31,25 @@ def use_fused_adam() -> None:
         optimizer.Adam = FusedAdamW
 
 
+GATE_SECONDS = 900.0  # longer than any point trains: nobody is left to open it
+
+
+def wait_for_gate() -> None:
+    gate = os.environ.get("BENCH_GATE")
+    ends = time.monotonic() + GATE_SECONDS
+    while gate and not os.path.exists(gate):
+        if time.monotonic() > ends:
+            sys.exit(f"{gate} has not come")
+        time.sleep(0.02)
+
+
 def main() -> None:
     use_fused_adam()
     if plugin := os.environ.get("BENCH_PLUGIN"):
         import importlib
 
         importlib.import_module(f"competitors.{plugin}").install(os.environ.get("BENCH_PLUGIN_SETTING", ""))
+    wait_for_gate()
     with pretrain_gpt.oom_message.one_line():
         pretrain_gpt.main()
 

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lower_bound import recompute_options
 from points import Point
@@ -24,64 +24,95 @@ OUT_OF_MEMORY = "out of memory"
 LOG_LINES = 40
 
 
-def train(
-    workload: Workload, point: Point, device: str, machine: str, seconds: float,
-    inspect: Callable[[Path], dict[str, Any]] | None = None,
-) -> dict[str, Any] | None:
-    """The record. None if it was not over after ``seconds``. ``inspect`` may add what it finds in the run's folder."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        record = _train(workload, point, device, machine, seconds, Path(folder))
-        return record | inspect(Path(folder)) if record and record["ok"] and inspect else record
+class Job(NamedTuple):
+    """What is to be run. ``inspect`` may add to the record what it finds in the run's folder."""
+
+    workload: Workload
+    point: Point
+    inspect: Callable[[Path], dict[str, Any]] | None = None
+
+    @property
+    def key(self) -> tuple[str, Point]:
+        return self.workload.name, self.point
 
 
-def _train(
-    workload: Workload, point: Point, device: str, machine: str, seconds: float, folder: Path
-) -> dict[str, Any] | None:
-    flags = [*workload.flags, *point.flags]
-    settings = {**workload.settings, **point.settings, "NPROC": str(workload.ranks), "ITERS": str(point.steps)}
-    if point.plugin:
-        settings |= {"BENCH_PLUGIN": point.plugin, "BENCH_PLUGIN_SETTING": point.plugin_setting}
-    shown = [f"{name}={value}" for name, value in settings.items()]
-    record: dict[str, Any] = {
-        "workload": workload.name, "point": point.name, "group": point.group, "machine": machine,
-        "when": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()), "budget_bytes": point.budget_bytes,
-        "microbatches": workload.microbatches,
-        "command": shlex.join([*shown, "PROGRAM=scripts/bench/train_point.py", f"scripts/{SCRIPT[device]}", *flags]),
-    }  # fmt: skip
-    command = ["bash", str(HERE.parent / SCRIPT[device]), *flags, "--measure-no-hashes"]
-    command += ["--measure-file", f"{folder}/measured.{{rank}}.json"]
-    if point.group == "ours":
-        command += ["--swap-report-dir", str(folder)]
-    started = time.monotonic()
-    code = _run(command, settings | {"PROGRAM": str(HERE / "train_point.py")}, device, folder / "log.txt", seconds)
-    record["wall_seconds"] = round(time.monotonic() - started, 1)
-    if code is None:
-        return None
-    if code != 0:
-        lines = (folder / "log.txt").read_text(errors="replace").rstrip().split("\n")
-        told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
-        return record | {"ok": False, "why": told.strip()[:300] or f"exit code {code}", "log": lines[-LOG_LINES:]}
-    ranks = [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in range(workload.ranks)]
-    return record | {"ok": True, "why": ""} | figures(ranks) | _ours(folder, workload.ranks, point)
+class Run:
+    """A job in processes of its own. They import what they need at once, and begin when ``finish`` opens the gate:
+    the next job's start, as long as many a training, passes behind the job before it.
+    """
 
+    def __init__(self, job: Job, device: str, machine: str) -> None:
+        self.job = job
+        workload, point = job.workload, job.point
+        self._temporary = tempfile.TemporaryDirectory(prefix="bench-")
+        self._folder = Path(self._temporary.name)
+        flags = [*workload.flags, *point.flags]
+        settings = {**workload.settings, **point.settings, "NPROC": str(workload.ranks), "ITERS": str(point.steps)}
+        if point.plugin:
+            settings |= {"BENCH_PLUGIN": point.plugin, "BENCH_PLUGIN_SETTING": point.plugin_setting}
+        shown = [f"{name}={value}" for name, value in settings.items()]
+        self._record: dict[str, Any] = {
+            "workload": workload.name, "point": point.name, "group": point.group, "machine": machine,
+            "when": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime()), "budget_bytes": point.budget_bytes,
+            "microbatches": workload.microbatches,
+            "command": shlex.join(
+                [*shown, "PROGRAM=scripts/bench/train_point.py", f"scripts/{SCRIPT[device]}", *flags]
+            ),
+        }
+        command = ["bash", str(HERE.parent / SCRIPT[device]), *flags, "--measure-no-hashes"]
+        command += ["--measure-file", f"{self._folder}/measured.{{rank}}.json"]
+        if point.group == "ours":
+            command += ["--swap-report-dir", str(self._folder)]
+        settings |= {"PROGRAM": str(HERE / "train_point.py"), "BENCH_GATE": str(self._gate)}
+        self._process = self._start(command, settings, device)
 
-def _run(command: list[str], settings: dict[str, str], device: str, log: Path, seconds: float) -> int | None:
-    """Exit code; None if it had to be ended."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP_")}
-    environment |= {"PYTHON": sys.executable} | settings
-    if device == SIM:
-        environment.setdefault("DATA", "mock")
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    @property
+    def _gate(self) -> Path:
+        return self._folder / "gate"
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "log.txt"
+
+    def _start(self, command: list[str], settings: dict[str, str], device: str) -> subprocess.Popen[bytes]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP_")}
+        environment |= {"PYTHON": sys.executable} | settings
+        if device == SIM:
+            environment.setdefault("DATA", "mock")
+        with self._log.open("w") as output:
+            return subprocess.Popen(
+                command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def finish(self, seconds: float) -> dict[str, Any] | None:
+        """Its record; None if it was not over after ``seconds``."""
+        started = time.monotonic()
         try:
-            return process.wait(seconds)
+            self._gate.touch()
+            code = self._process.wait(seconds)
+            self._record["wall_seconds"] = round(time.monotonic() - started, 1)
+            return self._outcome(code)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            if process.poll() is None:
-                _end(process)
+            self.drop()
+
+    def _outcome(self, code: int) -> dict[str, Any]:
+        if code != 0:
+            lines = self._log.read_text(errors="replace").rstrip().split("\n")
+            told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
+            why = told.strip()[:300] or f"exit code {code}"
+            return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
+        ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
+        record = self._record | {"ok": True, "why": ""} | figures(ranks)
+        record |= _ours(self._folder, len(ranks), self.job.point)
+        return record | self.job.inspect(self._folder) if self.job.inspect else record
+
+    def drop(self) -> None:
+        """End what is still running, and remove what it wrote."""
+        if self._process.poll() is None:
+            _end(self._process)
+        self._temporary.cleanup()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -26,7 +26,7 @@ def call(folder, *more):
 
 
 def test_runs_once_each(folder, capfd):
-    assert call(folder, "--minutes", "8", "--part", "one") == 0
+    assert call(folder, "--minutes", "8", "--part", "one", "--ahead") == 0
     data = json.loads((folder / "sim-A-one.json").read_text())
     assert [record["point"] for record in data["points"]] == ["plain", "adaptive@0.81", "save_on_cpu"]
     assert {"machine", "versions", "command"} <= set(data) and data["machine"]["card"] == "simulated device"
@@ -70,8 +70,8 @@ def test_rounds_begin_elsewhere(tmp_path):
     args = ["--device", "sim", "--workload", "A", "--out", str(tmp_path), "--points", POINTS]
     for rounds, expected in (("1", None), ("2", "save_on_cpu")):
         call_ = run.Call(run.parse([*args, "--references", "plain", "--rounds", rounds]), run.workload("A", "sim"))
-        point = call_.next_point()
-        assert (point.name if point else None) == expected
+        job = call_.next_job()
+        assert (job.point.name if job else None) == expected
 
 
 def test_seeds_tables_of_nothing(tmp_path, capsys):
