@@ -169,6 +169,7 @@ def _ours(folder: Path, ranks: int, point: Point) -> dict[str, Any]:
             "phase": first["phase"],
             "stable_steps": min(t["stable"]["steps"] for t in told),
             "tries": max(len(t["tries"]) for t in told),
+            "tried": first["tries"],  # predicted before it ran, and measured
             "swap_bytes": max(t["plan"]["swap_bytes"] for t in told),
             "predicted_ms": max((p["step_ms"] for p in predictions), default=None),
             "predicted_peak_bytes": max((max(p["peak_bytes"].values()) for p in predictions), default=None),
