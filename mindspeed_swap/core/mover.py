@@ -216,6 +216,7 @@ class Mover:
         assert buffer is not None
         saved.adopt(buffer)
         self._free_block(saved, saved.loaded)
+        saved.copied = None  # compute has waited for it, and for what came after it
         self._move(saved, State.DEVICE)
 
     def count_late_loads(self) -> None:

@@ -12,6 +12,9 @@ from mindspeed_swap.units import MIB, format_bytes
 
 # Room that AUTO leaves below the device or the target: what a step needs varies by a little from one to the next.
 RESERVE_SHARE = 0.02
+# The same after a try whose peak was as predicted: activations are a third of the device or less, so that 2 % of it can
+# be a tenth of what may move.
+LEAST_RESERVE_SHARE = 0.0025
 # Tries that AUTO makes at most before the best one measured is kept.
 MAX_TRIES = 8
 

@@ -22,7 +22,7 @@ from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
-from mindspeed_swap.smart_swap.policy import MAX_TRIES, RESERVE_SHARE, Policy
+from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
 # Steps of the same work differ by about this much.
@@ -137,6 +137,7 @@ class SmartSwap:
     shown: ExecutedStep | None = None  # for reports: the step of the try that Stable runs; before that, the last one
     _read_order: Mapping[Key, int] = field(default_factory=dict)
     _extra_bytes: int = 0  # below the target: learned from tries
+    _learned_reserve_bytes: int | None = None  # what AUTO leaves free, once a try has shown how exact predictions are
     _excess: float = 0.0  # of the step without swap above the target, on the rank that has most
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _saved: int = 0  # tensors, in the step that the plan was made from
@@ -193,6 +194,7 @@ class SmartSwap:
         if facts.unready:
             return False
         self._afresh, self._extra_bytes, self._excess = False, 0, facts.over
+        self._learned_reserve_bytes = None
         self.floor = floor(trace, self.policy.verbs)
         candidates = [record.nbytes for record in trace.saved if is_candidate(record)]
         self.warm_up = WarmUp(
@@ -216,10 +218,12 @@ class SmartSwap:
     def _replan(self, trace: StepTrace, facts: _Facts) -> None:
         """Raises NoPlan. Where peers are together, the leader plans for the one that lacks most."""
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
-        spread = max(self._saved_bytes) - min(self._saved_bytes)
-        self.target_bytes = min(soft, hard - spread)
         # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
         shift = int(min(0.0, (self.peak_bytes - soft) - self._excess)) if facts.together else 0
+        if self._learned_reserve_bytes is not None:
+            soft = hard - self._learned_reserve_bytes
+        spread = max(self._saved_bytes) - min(self._saved_bytes)
+        self.target_bytes = min(soft, hard - spread)
         planned = Planned(None)
         if self.peers.leader or not facts.together:
             # The reserve and what tries have added are caution, not need: without is still better than not at all.
@@ -283,6 +287,7 @@ class SmartSwap:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
         tried = [each.plan.decisions for each in self.tries]
+        self._learned_reserve_bytes = self._learn_reserve(facts)
         for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room
@@ -299,6 +304,16 @@ class SmartSwap:
             if not facts.trouble:
                 return False
         return False
+
+    def _learn_reserve(self, facts: _Facts) -> int | None:
+        """Bytes that are to stay free: little after a try that needed what was predicted. None: what AUTO begins with,
+        after one that was in trouble."""
+        assert self.plan is not None
+        soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
+        if facts.trouble or facts.over or soft == hard or self.plan.prediction is None:
+            return None
+        wrong = abs(int(facts.peak) - max(self.plan.prediction.peak_bytes.values()))
+        return min(hard - soft, int(hard * LEAST_RESERVE_SHARE) + 2 * wrong)
 
     def _reserve(self) -> int:
         """Room that was left so far: what AUTO adds after trouble."""

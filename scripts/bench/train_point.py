@@ -24,11 +24,12 @@ def use_fused_adam() -> None:
     from megatron.core import optimizer
 
     class FusedAdamW(torch.optim.AdamW):
-        def __init__(self, *args, **kwargs):
+        def __init__(self, *args, adam_w_mode=True, **kwargs):
             super().__init__(*args, **(kwargs | {"fused": True}))
 
     if optimizer.Adam is torch.optim.AdamW:
         optimizer.Adam = FusedAdamW
+        optimizer.USING_PYTORCH_OPTIMIZER = False  # else Megatron 0.19 takes torch's class, whatever Adam is
 
 
 GATE_SECONDS = 900.0  # longer than any point trains: nobody is left to open it

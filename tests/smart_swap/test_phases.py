@@ -8,7 +8,7 @@ import pytest
 from steps import executed, peak, run, settle
 from traces import MIB, Shape, megatron_trace
 
-from mindspeed_swap.core.solve import floor
+from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.policy import Policy
@@ -90,10 +90,32 @@ def test_a_target_with_room_to_spare_on_the_device(share):
         with pytest.raises(NoPlan, match="infeasible: the floor is .*, reached in phase"):
             run(it, TRACE)
         return
-    settle(it, TRACE)
+    run(it, FIRST)
+    run(it, TRACE)
     assert it.target_bytes == int(0.98 * target)
+    settle(it, TRACE)
     assert min(tried.peak_bytes for tried in it.tries) <= target
     assert max(it.plan.prediction.peak_bytes.values()) <= target
+
+
+def moved(budget):
+    return solve(TRACE, int(budget)).swap_bytes
+
+
+@pytest.mark.parametrize("wrong_bytes", [0, MIB])
+def test_the_reserve_is_used_once_predictions_are_exact(wrong_bytes):
+    """Of targets where leaving 2 % free moves more than leaving a quarter of one."""
+    target = next(t for t in range(LOW + 16 * MIB, peak(TRACE), MIB) if moved(0.98 * t) > moved(0.9975 * t))
+    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE))
+    run(it, FIRST)
+    run(it, TRACE)
+    assert it.plan.swap_bytes == moved(0.98 * target)
+    tried = executed(TRACE, it.plan)
+    points = [replace(point, peak_bytes=point.peak_bytes + wrong_bytes) for point in tried.points]
+    it.after_step(StepStats(saved=SAVED), replace(tried, points=points))
+    assert it.target_bytes == target - int(0.0025 * target) - 2 * wrong_bytes
+    if not wrong_bytes:
+        assert it.plan.swap_bytes == moved(0.9975 * target)
 
 
 def test_with_room_to_spare_and_nothing_asked_nothing_moves():

@@ -55,13 +55,16 @@ def test_plans_from_the_first_step_that_started_with_optimizer_state(capsys):
 
 def test_a_clean_try_becomes_stable_and_is_no_longer_recorded(capsys):
     search = warmed_up(tight(megatron_trace(SHAPE)))
-    plan = search.next_step().plan
+    cautious = search.next_step().plan
+    search.after_step(StepStats(), tried(search))
+    less = search.next_step().plan  # as that one needed what was predicted, the next leaves less room
+    assert less.swap_bytes < cautious.swap_bytes
     search.after_step(StepStats(), tried(search))
     assert search.phase is Phase.STABLE
     order = search.next_step()
-    assert order.plan is plan
+    assert order.plan in (cautious, less)
     assert not order.record
-    assert "SearchPolicy -> Stable at step 3" in capsys.readouterr().out
+    assert "SearchPolicy -> Stable at step 4" in capsys.readouterr().out
 
 
 def test_what_eviction_needs_last_comes_from_the_recorded_order():
@@ -119,7 +122,8 @@ def test_the_best_measured_try_is_kept_not_the_last(capsys):
 
 def test_two_bad_steps_in_a_row_go_back_to_the_search_one_does_not():
     search = warmed_up(tight(megatron_trace(SHAPE)))
-    search.after_step(StepStats(), tried(search))
+    while search.phase is Phase.SEARCH:
+        search.after_step(StepStats(), tried(search))
     bad = StepStats(on_demand_loads=3, evictions=1)
     search.after_step(bad, None)
     search.after_step(StepStats(), None)
