@@ -83,6 +83,7 @@ class Runtime:
         search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed)
         self.shapes = Shapes(capacity, self._options.policy, plans, search)
         self._models: list[Any] = []
+        self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         self._in_optimizer = False
@@ -106,10 +107,13 @@ class Runtime:
         assert self.shapes is not None
         capacity = self._accelerator.memory().capacity_bytes
         self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
+        search = self.shapes.current
+        if self._models != models or search is None or search.phase is not Phase.STABLE:
+            self._owned = list(_owned_by(models))  # walking through modules takes as long as starting a dozen kernels
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
         self._in_optimizer = False
-        self.manager.movable.keep_on_device(_static_tensors(models))
+        self.manager.movable.keep_on_device(_with_gradients(self._owned))
         if self.shapes.vary:
             self.manager.begin_step()
         else:
@@ -274,16 +278,21 @@ def _loaded_plans(options: Options) -> dict[Shape, Plan]:
     return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
 
 
-def _static_tensors(models: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Parameters, their gradient buffers and the model's buffers: storages that outlive every step."""
+def _owned_by(models: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers."""
     for model in models:
-        for parameter in model.parameters():
-            yield parameter
-            for name in ("main_grad", "grad"):
-                gradient = getattr(parameter, name, None)
-                if isinstance(gradient, torch.Tensor):
-                    yield gradient
+        yield from model.parameters()
         yield from (buffer for _, buffer in model.named_buffers())  # DDP has a list in the place of buffers()
+
+
+def _with_gradients(owned: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Storages that outlive every step."""
+    for tensor in owned:
+        yield tensor
+        for name in ("main_grad", "grad"):
+            gradient = getattr(tensor, name, None)
+            if isinstance(gradient, torch.Tensor):
+                yield gradient
 
 
 def _has_state(optimizer: Any) -> bool:

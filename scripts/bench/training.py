@@ -138,6 +138,10 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     quarters = statistics.quantiles(steps_ms, n=4)
     return {
         "steps_ms": [round(ms, 3) for ms in steps_ms],
+        "uncounted_ms": [
+            round(1000 * max(step["seconds"] for step in steps), 3)
+            for steps in zip(*(rank["steps"][:-COUNTED_STEPS] for rank in ranks), strict=True)
+        ],
         "step_ms": statistics.median(steps_ms),
         "spread_ms": [quarters[0], quarters[2]],
         "forward_ms": statistics.median(max(s["forward_ms"] for s in steps) for steps in zip(*counted, strict=True)),
