@@ -13,6 +13,7 @@ import functools
 import mmap
 import os
 import threading
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
@@ -105,6 +106,26 @@ class HostBlock:
         return self._tensor
 
 
+def _unregister(accelerator: Accelerator, slabs: list[_Slab], pid: int) -> None:
+    """Raises the first failure, after all of them."""
+    if os.getpid() != pid:
+        # In a forked child the memory is not mapped (MADV_DONTFORK) and what the child has since mapped in its place
+        # must not be unmapped; the registration is the parent's.
+        _forked.extend(slabs)
+        return
+    undo: list[Callable[[], None]] = [accelerator.synchronize] if slabs else []
+    undo += [functools.partial(accelerator.unregister_host, slab.address) for slab in slabs]
+    failure: Exception | None = None
+    for action in undo:
+        try:
+            action()
+        except Exception as error:
+            failure = failure or error
+    slabs.clear()
+    if failure is not None:
+        raise failure
+
+
 class HostPool:
     """Sub-allocates registered slabs up to ``budget_bytes``. Thread-safe. Ends with ``close``.
 
@@ -124,8 +145,11 @@ class HostPool:
         self._regions: list[tuple[int, int, _Slab, int]] = []
         self._serial = 0
         self._pinned = self._used = self._peak_used = self._allocations = 0
-        self._pid = os.getpid()
         self._closed = False
+        # A pool that is dropped without ``close``: what the system maps next at these addresses could not be
+        # registered. (At the interpreter's end the driver may be gone already.)
+        self._at_death = weakref.finalize(self, _unregister, accelerator, self._slabs, os.getpid())
+        self._at_death.atexit = False
 
     # ---- figures
     @property
@@ -227,22 +251,8 @@ class HostPool:
             if self._closed:
                 return
             self._closed = True
-            slabs, self._slabs, self._regions, self._pinned = self._slabs, [], [], 0
-            if os.getpid() != self._pid:
-                # In a forked child the memory is not mapped (MADV_DONTFORK) and what the child has since mapped in
-                # its place must not be unmapped; the registration is the parent's.
-                _forked.extend(slabs)
-                return
-            undo: list[Callable[[], None]] = [self._accelerator.synchronize] if slabs else []
-            undo += [functools.partial(self._accelerator.unregister_host, slab.address) for slab in slabs]
-            failure: Exception | None = None
-            for action in undo:
-                try:  # all of them, even if the device has failed
-                    action()
-                except Exception as error:
-                    failure = failure or error
-            if failure is not None:
-                raise failure
+            self._regions, self._pinned = [], 0
+            self._at_death()
 
     # ---- regions (all below: lock held)
     def _check_open(self) -> None:

@@ -1,4 +1,5 @@
 """Host pool: exact bytes, no pinning in the hot path, stream-ordered reuse, one budget."""
+import gc
 import mmap
 import os
 import random
@@ -357,6 +358,16 @@ def test_close_tries_every_slab_even_if_the_device_fails(device):
     device.synchronize = fail
     with pytest.raises(RuntimeError, match="device lost"):
         pool.close()
+    assert device.registered == {}
+
+
+def test_a_pool_that_is_dropped_unregisters_too(device):
+    """Else the addresses, mapped anew, could not be registered again (CUDA error 712)."""
+    pool = HostPool(device, 64 * MIB)
+    pool.alloc(5 * MIB)
+    assert device.registered
+    del pool
+    gc.collect()
     assert device.registered == {}
 
 
