@@ -85,6 +85,7 @@ class Measurement:
                     "static_bytes": self._static,
                     "held_bytes": self._held,
                     "seconds": seconds,
+                    "resident_bytes": resident_bytes(),
                     "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
                 }
             )
@@ -159,6 +160,11 @@ class Measurement:
         if "{rank}" in self._file:
             return self._file.replace("{rank}", rank)
         return f"{self._file}.rank{rank}" if world > 1 else self._file
+
+
+def resident_bytes() -> int:
+    """Of this process now, page-locked memory included."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def host_memory() -> dict[str, int | None]:

@@ -113,8 +113,9 @@ def main() -> None:
         torch.use_deterministic_algorithms(True)
     args = parse_and_validate_args(extra_args_provider=measure.add_arguments)
     neutralise_compile_helpers()
-    if args.transformer_impl == "local" and args.attention_backend is not AttnBackend.unfused:
-        sdpa_attention.use_sdpa()
+    sdpa = os.environ.get("SDPA", "1" if args.transformer_impl == "local" else "0")
+    if sdpa == "1" and args.attention_backend is not AttnBackend.unfused:
+        sdpa_attention.use_sdpa(args.transformer_impl)
     measurement = measure.start(args.measure_file, not args.measure_no_hashes) if args.measure_file else None
     configuration = next(iter(inspect.signature(pretrain).parameters))
     by_name = {  # the order differs between versions

@@ -5,7 +5,8 @@
 #   MINDSPEED_SWAP_DEVICE_CAPACITY=36GiB LAYERS=4 SEQ=32768 scripts/pretrain_gpt_gpu.sh --smart-swap
 #
 # From the environment: LAYERS HIDDEN FFN HEADS SEQ MBS GBS ITERS SEED, NPROC (GPUs), TP, PP,
-# IMPL (local, or transformer_engine where it is installed), DATA (a prefix of .bin/.idx; default: mock data), PYTHON,
+# IMPL (local, or transformer_engine where it is installed), SDPA (1: torch's attention kernels; the default for local),
+# DATA (a prefix of .bin/.idx; default: mock data), PYTHON,
 # DETERMINISTIC=1 (two runs then end with the same bits), PROGRAM (what runs in place of pretrain_gpt.py).
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -18,9 +18,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def use_sdpa() -> None:
-    """Make it the core attention of the local layer spec (``--transformer-impl local``)."""
-    backends.LocalSpecProvider.core_attention = lambda self: SDPACoreAttention
+def use_sdpa(transformer_impl: str = "local") -> None:
+    """Make it the core attention of the layer spec of ``--transformer-impl``."""
+    provider = backends.LocalSpecProvider
+    if transformer_impl == "transformer_engine":
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider as provider
+    provider.core_attention = lambda self: SDPACoreAttention
 
 
 class SDPACoreAttention(MegatronModule):
