@@ -38,7 +38,7 @@ class Measurement:
     """Of one rank. Byte figures are allocated bytes, where they do not say reserved.
 
     ``static``: at the step's first forward; ``held``: most at the end of a microbatch's forward, less static.
-    ``after``: what the process has once the step is over: if it rises from step to step, something leaks.
+    ``resident``, ``reserved``, ``pinned``: once the step is over; if they rise from step to step, something leaks.
     ``phases``: the step up to the optimizer's step (forward_backward) and that step itself. ``forward_ms`` and
     ``backward_ms``: device time, all microbatches; waits for other ranks are in neither.
     """
@@ -87,9 +87,10 @@ class Measurement:
                     **{name: sum(a.elapsed_time(b) for a, b in spans) for name, spans in self._spans.items()},
                     "static_bytes": self._static,
                     "held_bytes": self._held,
-                    "after": after_step(),
                     "seconds": seconds,
                     "resident_bytes": resident_bytes(),
+                    "reserved_bytes": torch.cuda.memory_reserved(),
+                    "pinned_bytes": pinned_bytes(),
                     "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
                 }
             )
@@ -180,14 +181,9 @@ def host_memory() -> dict[str, int | None]:
     return {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "torch_pinned_bytes": pinned}
 
 
-def after_step() -> dict[str, int]:
-    """``pinned``: by mindspeed_swap, for swapped tensors. Resident bytes include them."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "reserved_bytes": torch.cuda.memory_reserved(),
-        "resident_bytes": pages * resource.getpagesize(),
-        "pinned_bytes": runtime.get().pool.pinned_bytes if runtime.started() else 0,
-    }
+def pinned_bytes() -> int:
+    """Page-locked by mindspeed_swap now, for swapped tensors."""
+    return runtime.get().pool.pinned_bytes if runtime.started() else 0
 
 
 def start(file: str, hashes: bool = True) -> Measurement:

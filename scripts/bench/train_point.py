@@ -1,8 +1,11 @@
 """What a point's training process runs: scripts/pretrain_gpt.py with a competitor's plug-in installed.
 
 Settings, from the environment: BENCH_PLUGIN (a file of competitors/), BENCH_PLUGIN_SETTING, BENCH_GATE (a file: nothing
-but imports before it is there).
+but imports before it is there). With --swap-report-dir, what the report predicts of a plan before the first step that
+executes it is kept in predictions.json beside it.
 """
+import functools
+import json
 import os
 import sys
 import time
@@ -44,8 +47,29 @@ def wait_for_gate() -> None:
         time.sleep(0.02)
 
 
+def keep_predictions() -> None:
+    from megatron.training import get_args, training
+
+    train_step, told, step = training.train_step, [], 0
+
+    @functools.wraps(train_step)
+    def keep(*args, **kwargs):
+        nonlocal step
+        step += 1
+        if (folder := get_args().swap_report_dir) and os.environ.get("RANK", "0") == "0":
+            summary = Path(folder) / "rank0" / "summary.json"
+            plan = json.loads(summary.read_text())["plan"] if summary.exists() else {}
+            if plan.get("prediction") and all(plan["prediction"] != each["prediction"] for each in told):
+                told.append({"before_step": step, "prediction": plan["prediction"]})
+                (Path(folder) / "predictions.json").write_text(json.dumps(told))
+        return train_step(*args, **kwargs)
+
+    training.train_step = keep
+
+
 def main() -> None:
     use_fused_adam()
+    keep_predictions()
     if plugin := os.environ.get("BENCH_PLUGIN"):
         import importlib
 

@@ -214,7 +214,7 @@ def flat_from(run: Run) -> int:
 def rises(run: Run) -> list[str]:
     first, found = flat_from(run), []
     for rank, measured in enumerate(run.ranks):
-        after = [step["after"] for step in measured["steps"]]
+        after = measured["steps"]
         for name, noise in (("reserved_bytes", 0), ("pinned_bytes", 0), ("resident_bytes", RESIDENT_NOISE_BYTES)):
             rise = max(a[name] for a in after[first:]) - after[first][name]
             if rise > noise:
@@ -253,7 +253,7 @@ def _figures(run: Run) -> list[str]:
         shown = [number for number in SHOWN_STEPS if number <= len(steps)]
         lines.append(f"rank {rank}, MiB after step " + " ".join(f"{number:>7}" for number in shown))
         for name in ("reserved_bytes", "pinned_bytes", "resident_bytes"):
-            values = " ".join(f"{steps[number - 1]['after'][name] / MIB:7.0f}" for number in shown)
+            values = " ".join(f"{steps[number - 1][name] / MIB:7.0f}" for number in shown)
             lines.append(f"{name:>22} {values}")
     return lines
 

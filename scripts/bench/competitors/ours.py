@@ -16,7 +16,7 @@ CAPACITY = {"swap": 0.95}  # a share of the plain run's reserved peak: what the 
 
 def points(context: Context) -> list[Point]:
     features = [feature for feature in FEATURES if feature in context.workload.features]
-    found = [_planned(f"{feature}@nothing", feature) for feature in features]
+    found = [planned(f"{feature}@nothing", feature) for feature in features]
     if "optimizer" in context.workload.features:
         amounts = {"3": OPTIMIZER[context.device], "all": "all"}
         found += [Point(f"optimizer@{n}", GROUP, ("--virtual-optimizer", x)) for n, x in amounts.items()]
@@ -33,15 +33,15 @@ def points(context: Context) -> list[Point]:
     for fraction in context.workload.fractions:
         for feature in ("adaptive", "swap"):
             budgets[feature, f"{fraction:.2f}"] = int(fraction * plain)
-    found += [_planned(f"{f}@{name}", f, budget) for (f, name), budget in budgets.items() if f in features]
+    found += [planned(f"{f}@{name}", f, budget) for (f, name), budget in budgets.items() if f in features]
     for feature, share in CAPACITY.items():
         if feature in features:
             cap = str(int(share * known["peak_reserved_bytes"]))
-            found.append(_planned(f"{feature}@cap", feature, settings={"MINDSPEED_SWAP_DEVICE_CAPACITY": cap}))
+            found.append(planned(f"{feature}@cap", feature, settings={"MINDSPEED_SWAP_DEVICE_CAPACITY": cap}))
     return found
 
 
-def _planned(name: str, feature: str, budget: int | None = None, settings: dict[str, str] | None = None) -> Point:
+def planned(name: str, feature: str, budget: int | None = None, settings: dict[str, str] | None = None) -> Point:
     target = () if budget is None else ("--swap-memory-target", f"{budget // 2**10 / 2**20:.9f}")
     return Point(
         name, GROUP, (FEATURES[feature], *target), settings or {}, budget_bytes=budget, warm_up_steps=SEARCH_STEPS

@@ -1,0 +1,115 @@
+"""What was predicted of a plan, as it was on disk before the first step that executed it, against what was measured.
+
+    python scripts/bench/predictions.py --workload B --out runs/predictions [--features swap,adaptive] [--minutes 9]
+
+For each budget (a share of the plain run's forward/backward peak) and feature: step time and forward/backward peak,
+median and most of the counted steps. The last line says of how many budgets both are within the promise.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from competitors.ours import FEATURES, planned  # noqa: E402
+from competitors.plain import points as plain_points  # noqa: E402
+from machine import describe  # noqa: E402
+from points import PLAIN, Context, Point  # noqa: E402
+from promises import PREDICTED_PEAK, PREDICTED_PEAK_BYTES, PREDICTED_TIME  # noqa: E402
+from training import Job, Run  # noqa: E402
+from workloads import GPU, NAMES, SIM, workload  # noqa: E402
+
+BUDGETS = "0.9,0.8,0.7,0.6,0.5"
+
+
+def read_predictions(folder: Path) -> dict[str, Any]:
+    path = folder / "predictions.json"
+    return {"predictions": json.loads(path.read_text()) if path.exists() else []}
+
+
+def compare(record: dict[str, Any]) -> dict[str, Any] | None:
+    """None if no plan was needed. Of the plan that the counted steps ran: the bench's record has its prediction."""
+    final = record["swap"]["predicted_ms"]
+    for told in record["predictions"]:
+        predicted = told["prediction"]
+        if predicted["step_ms"] == final:
+            peaks = [peak for phase, peak in predicted["peak_bytes"].items() if phase != "O"]
+            peak, measured = max(peaks), record["peak_bytes"]["forward_backward"]
+            found = {
+                "on disk before step": told["before_step"],
+                "step_ms": (final, record["step_ms"], record["step_ms"] / final),
+                "peak_bytes": (peak, measured, measured / peak),
+            }
+            over = abs(measured - peak)
+            good_peak = over <= max(PREDICTED_PEAK * peak, PREDICTED_PEAK_BYTES)
+            return found | {"held": good_peak and abs(record["step_ms"] / final - 1) <= PREDICTED_TIME}
+    return None
+
+
+def line(name: str, record: dict[str, Any]) -> str:
+    if not record["ok"]:
+        return f"{name:<15} failed: {record['why']}"
+    found = compare(record)
+    if found is None:
+        return f"{name:<15} no plan: {record['step_ms']:.1f} ms"
+    ms, peak = found["step_ms"], found["peak_bytes"]
+    return (
+        f"{name:<15} on disk before step {found['on disk before step']:>2}: {ms[0]:8.1f} ms, measured {ms[1]:8.1f} "
+        f"({ms[2] - 1:+.1%}); forward/backward peak {peak[0] / 2**20:8.1f} MiB, measured {peak[1] / 2**20:8.1f} "
+        f"({peak[2] - 1:+.1%}){'' if found['held'] else '  SHORT'}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=NAMES, default="B")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budgets", default=BUDGETS, help="shares of the plain peak (default: %(default)s)")
+    parser.add_argument("--features", default=",".join(FEATURES), help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--device", choices=(GPU, SIM), default=GPU)
+    args = parser.parse_args(argv)
+    chosen, ends = workload(args.workload, args.device), time.monotonic() + 60 * args.minutes
+    args.out.mkdir(parents=True, exist_ok=True)
+    machine, records = describe(args.device)["id"], []
+
+    def start(point: Point) -> Run:
+        return Run(Job(chosen, point, read_predictions), args.device, machine)
+
+    def finish(run: Run) -> dict[str, Any]:
+        record = run.finish(ends - time.monotonic())
+        if record is None:
+            raise SystemExit(f"time is up at {run.job.point.name}")
+        records.append(record)
+        (args.out / f"{args.device}-{args.workload}-{args.features}.json").write_text(json.dumps(records, indent=1))
+        return record
+
+    plain = finish(start(next(p for p in plain_points(Context(chosen, args.device, {})) if p.name == PLAIN)))
+    if not plain["ok"]:
+        raise SystemExit(f"plain: {plain['why']}")
+    peak = plain["peak_bytes"]["forward_backward"]
+    print(f"plain: {plain['step_ms']:.1f} ms, forward/backward peak {peak / 2**20:.1f} MiB", flush=True)
+    shares = [float(share) for share in args.budgets.split(",")]
+    points = [planned(f"{f}@{share:.2f}", f, int(share * peak)) for f in args.features.split(",") for share in shares]
+    held, following = 0, start(points[0])
+    for number in range(len(points)):
+        run = following
+        if number + 1 < len(points):
+            following = start(points[number + 1])  # imports meanwhile
+        record = finish(run)
+        held += bool(record["ok"] and (found := compare(record)) and found["held"])
+        print(line(record["point"], record), flush=True)
+    limits = f"{PREDICTED_TIME:.0%} of time and {PREDICTED_PEAK:.0%} or 0.3 GiB of peak"
+    print(f"{held} of {len(records) - 1} within {limits}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
