@@ -274,6 +274,8 @@ class HostPool:
 
     # ---- marks: kept apart from regions, so that coalescing never makes a block wait for a neighbour's copy
     def _undone(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        if len(events) == 1:  # nearly always
+            return () if self._accelerator.done(events[0]) else events
         return tuple(e for e in dict.fromkeys(events) if not self._accelerator.done(e))
 
     def _add_mark(self, slab: _Slab, start: int, end: int, events: tuple[Event, ...]) -> None:

@@ -54,7 +54,7 @@ class Mover:
         self._d2h, self._h2d = streams or (accelerator.new_stream(), accelerator.new_stream())
         self._sole_count = sole_holder_count()
         # Memory of dead tensors that a copy still uses, and the stream it belongs to.
-        self._lingering: list[tuple[Event, torch.Tensor, Stream]] = []
+        self.lingering: list[tuple[Event, torch.Tensor, Stream]] = []
         self._reads: list[tuple[Event, Event]] = []  # (compute reached the read, its load was done), not yet compared
 
     # ---- the books
@@ -257,24 +257,24 @@ class Mover:
             return saved.nbytes
         if Wait.FREE_AFTER_COPY not in self._skip_waits:
             memory = saved.alias.detach() if saved.buffer is None else saved.buffer
-            self._lingering.append((event, memory, saved.stream))
+            self.lingering.append((event, memory, saved.stream))
         return 0
 
     def free_lingering(self, *, wait: bool) -> int:
         """Free memory of dead tensors that copies are done with. ``wait``: all of it, at the cost of waiting for those
         that are not. Returns the bytes."""
         freed, kept = 0, []
-        for event, memory, stream in self._lingering:
+        for event, memory, stream in self.lingering:
             if wait:
                 self._wait(Wait.FREE_AFTER_COPY, stream, event)
             elif not self.accelerator.done(event):
                 kept.append((event, memory, stream))
                 continue
             freed += memory.untyped_storage().nbytes()
-        self._lingering = kept
+        self.lingering = kept
         return freed
 
     def close(self) -> None:
         self.accelerator.synchronize()
         with self._lock:
-            self._lingering.clear()
+            self.lingering.clear()

@@ -34,6 +34,9 @@ class State(Enum):
     DROPPED = "dropped"  # nowhere: the call that made it runs again when it is wanted, see again.py
     DEAD = "dead"  # no handle left
 
+    # By identity, in C: Enum's own hashes the name in Python, a dozen times per moved tensor.
+    __hash__ = object.__hash__
+
 
 _ALLOWED = {
     State.DEVICE: {State.LEAVING, State.DROPPED, State.DEAD},
@@ -48,7 +51,7 @@ _NOTHING: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor to point an alias at while its bytes are elsewhere."""
+    """An empty tensor to point an alias at while its bytes are elsewhere. An alias of it costs less than a new one."""
     empty = _NOTHING.get((dtype, device))
     if empty is None:
         with torch.inference_mode(False):  # evaluation under pressure: an inference tensor would spoil the alias
@@ -58,7 +61,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """The whole storage as a flat uint8 tensor: copies move storages, so that strides never matter."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _nothing(torch.uint8, storage.device).detach().set_(storage)
 
 
 class SavedTensor:
@@ -135,12 +138,16 @@ class SavedTensor:
     def adopt(self, buffer: torch.Tensor) -> None:
         """The bytes are back, in a new storage: from now on that is the truth."""
         storage = buffer.untyped_storage()
-        with torch.inference_mode(False):
-            self.alias.data = torch.empty(0, dtype=self.dtype, device=buffer.device).set_(
-                storage, self.offset, self.shape, self.stride
-            )
+        if torch.is_inference_mode_enabled():  # asked first: entering the context costs as much as all of the rest
+            with torch.inference_mode(False):
+                self.alias.data = self._over(storage)
+        else:
+            self.alias.data = self._over(storage)
         self.storage_ref = weakref.ref(storage)
         self.identity = (storage._cdata, self.version)
+
+    def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        return _nothing(self.dtype, storage.device).detach().set_(storage, self.offset, self.shape, self.stride)
 
     def view(self, handle: Handle) -> torch.Tensor:
         # Detached first: with create_graph an in-place change of what we return has an autograd history of its own,
@@ -171,7 +178,10 @@ class Handle:
         self.key = key  # of this save; the SavedTensor has the key of its first
         self.read = False
         self.whole = whole  # the very view that the SavedTensor was made from
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        if whole:
+            self.shape, self.stride, self.offset = saved.shape, saved.stride, saved.offset
+        else:
+            self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.dtype = tensor.dtype
         self._dead = dead
 

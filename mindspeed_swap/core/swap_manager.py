@@ -347,7 +347,8 @@ class SwapManager:
             if saved is not None:
                 with self._lock:
                     self._mover.release(saved, planned=True)
-        self._begin_interval()
+        if self._mover.gave_up:
+            self._begin_interval()
         for key in self._prefetches.pop(position, ()):
             saved = self._by_key.get(key)
             if saved is not None and saved.state is State.HOST:
@@ -402,17 +403,19 @@ class SwapManager:
     def _drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
         freed = 0
-        while True:
+        while self._dead:
             try:
                 saved = self._dead.popleft()
-            except IndexError:  # empty, or another thread was faster
+            except IndexError:  # another thread was faster
                 break
             with self._lock:
                 saved.handles -= 1
                 if saved.handles == 0:
                     freed += self._bury(saved)
-        with self._lock:
-            return freed + self._mover.free_lingering(wait=False)
+        if self._mover.lingering:
+            with self._lock:
+                freed += self._mover.free_lingering(wait=False)
+        return freed
 
     def _bury(self, saved: SavedTensor) -> int:
         self._forget_storage(saved)

@@ -14,3 +14,5 @@ class Wait(Enum):
     USE_AFTER_LOAD = "backward reads after the copy back has written"
     SLAB_AFTER_COPY = "host memory is written again after the copy back has read it"
     FREE_AFTER_COPY = "memory of a tensor nobody wants any more is freed after a copy under way is done with it"
+
+    __hash__ = object.__hash__  # in C, see State

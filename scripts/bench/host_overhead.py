@@ -28,8 +28,10 @@ from workloads import GPU, SIM  # noqa: E402
 
 LAYER = 10  # products in one
 STEPS = 10
-# Columns, rows for the host times, and rows for the step time: there each product must take longer than its dispatch.
-SIZES = {GPU: (4096, 512, 2048), SIM: (128, 128, 256)}
+# Columns and rows of the chain for host times: a product and a copy of its input must take less than the host does, or
+# the device's queues fill up and the host waits for it. And of the chain for the step time: there each product must
+# take longer than its dispatch.
+SIZES = {GPU: ((1024, 128), (4096, 2048)), SIM: ((128, 128), (128, 256))}
 
 
 class Timers:
@@ -121,7 +123,7 @@ def measure(device: str, tensors: int) -> dict[str, Any]:
     from mindspeed_swap.core.swap_manager import SwapManager
     from mindspeed_swap.core.trace import StepTrace
 
-    columns, rows, rows_of_step = SIZES[device]
+    (columns, rows), size_of_step = SIZES[device]
     accelerator = get_accelerator()
     pool = HostPool(accelerator, 2 * tensors * rows * columns * 2)
     manager = SwapManager(accelerator, pool, min_bytes=1024)
@@ -140,7 +142,7 @@ def measure(device: str, tensors: int) -> dict[str, Any]:
     trace = chain.step(manager, trace=StepTrace("chain", memory.capacity_bytes, memory.allocated_bytes, 1e6, 1e6))[2]
     plan = swap_all(trace)
     swapped, stats = timed(plan)
-    long = Chain(columns, rows_of_step, tensors)
+    long = Chain(*size_of_step, tensors)
     plain_s, managed_s = [], []
     for _ in range(STEPS + 2):  # in turn, so that a slow moment meets both
         plain_s.append(long.step()[0])
