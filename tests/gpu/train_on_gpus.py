@@ -20,8 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Layout:
 
 
 _WIDE = {"LAYERS": "4", "HIDDEN": "4096", "FFN": "11008", "HEADS": "32", "SEQ": "32768", "VOCAB": "32000"}
-_TE = {"IMPL": "transformer_engine", **_WIDE, "LAYERS": "8", "SEQ": "8192"}
+_TE = {"IMPL": "transformer_engine", "SDPA": "1"}
 _PLAN = "{folder}/plan.json"
 
 LAYOUTS = (
@@ -87,9 +88,11 @@ LAYOUTS = (
         steps=MANY_STEPS,
     ),
     Layout("wide", (Row("plain at 0.8", (), 0.8, "oom"), SWAP_80), _WIDE, alone=True),
-    Layout("te", (AGAIN, Row("swap at 0.9", (SWAP,), 0.9)), _TE, alone=True),
+    Layout("te", (AGAIN, Row("swap at 0.9", (SWAP,), 0.9)), _WIDE | _TE | {"LAYERS": "8", "SEQ": "8192"},
+           alone=True),
     Layout("tp", (AGAIN, SWAP_80, ADAPTIVE_70), {"TP": "2"}, ranks=2),
-    Layout("tp_sp", (SWAP_80,), {"TP": "2"}, ("--sequence-parallel",), ranks=2),
+    # Without apex and Transformer Engine Megatron has no norm for sequence parallel.
+    Layout("tp_sp", (SWAP_80,), {"TP": "2"} | _TE, ("--sequence-parallel",), ranks=2),
     Layout(
         "vpp", (AGAIN, SWAP_80, ADAPTIVE_70), {"SEQ": "8192", "PP": "2", "GBS": "8"},
         ("--num-layers-per-virtual-pipeline-stage", "2"), ranks=2,
@@ -286,23 +289,24 @@ class Table:
                 begun[row.after].result()
             share = row.share
             caps = None if share is None else [int(share * peak) for peak in plain.peaks()]
-            begun[row.name] = self._submit(layout, row.name, row.flags, caps)
-            begun[row.name].add_done_callback(self._finished(layout, row, plain, caps))
+            begun[row.name] = self._submit(layout, row.name, row.flags, caps, self._finished(layout, row, plain, caps))
         for future in begun.values():
             future.result()
 
-    def _submit(self, layout: Layout, name: str, flags: Sequence[str], caps: list[int] | None) -> Any:
+    def _submit(
+        self, layout: Layout, name: str, flags: Sequence[str], caps: list[int] | None,
+        finished: Callable[[Run], None] = lambda run: None,
+    ) -> Any:
         def train() -> Run:
-            if not layout.alone:
-                return self._trainer.train(layout, name, flags, caps, layout.steps)
-            with self._alone:
-                return self._trainer.train(layout, name, flags, caps, layout.steps)
+            with self._alone if layout.alone else nullcontext():
+                run = self._trainer.train(layout, name, flags, caps, layout.steps)
+            finished(run)
+            return run
 
         return self._runs.submit(train)
 
-    def _finished(self, layout: Layout, row: Row, plain: Run, caps: list[int] | None) -> Any:
-        def finished(future: Any) -> None:
-            run = future.result()
+    def _finished(self, layout: Layout, row: Row, plain: Run, caps: list[int] | None) -> Callable[[Run], None]:
+        def finished(run: Run) -> None:
             wrong = faults(row, plain, run, caps)
             self._say(tell(layout, row, plain, run, wrong), bad=bool(wrong))
 
@@ -332,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         gpus = torch.cuda.device_count() if args.device == GPU else 2
         has_te = importlib.util.find_spec("transformer_engine") is not None
-        layouts = [layout for layout in LAYOUTS if layout.ranks <= gpus and (has_te or layout.name != "te")]
+        layouts = [each for each in LAYOUTS if each.ranks <= gpus and (has_te or "IMPL" not in each.settings)]
     if args.list:
         print("\n".join(f"{each.name} ({each.ranks} GPU): {[row.name for row in each.rows]}" for each in layouts))
         return 0
