@@ -299,4 +299,4 @@ def test_memory_does_not_depend_on_how_far_the_host_is_ahead(sim, monkeypatch):
     peak = run_step(body, leaves, manager, plan).peak_bytes
     monkeypatch.setattr(sim, "done", lambda event: False)
     assert run_step(body, leaves, manager, plan).peak_bytes == peak
-    assert manager._mover._lingering == []
+    assert manager._mover.lingering == []
