@@ -11,6 +11,10 @@ Note: [Where it stops]
 It stops where a module inside is called and nothing more is wanted than what that module is given: the last matrix
 product of a layer is not run again. Elsewhere it must not be interrupted: an autograd Function that saves for backward,
 stopped in the middle, leaks what it was saving. Attributes that modules were in the middle of setting are put back.
+
+Note: [Pointwise]
+A call may also be run again but for the modules inside it: these are not called, what they returned the first time is
+kept and returned once more. So an activation function between two products is recomputed without either product.
 """
 from __future__ import annotations
 
@@ -91,11 +95,18 @@ class Call:
         arguments: tuple[Any, Any],
         hold: Callable[[torch.Tensor], Packed],
         random: RandomState,
+        pointwise: bool = False,
     ) -> None:
-        """``hold`` keeps a tensor as a saved tensor is kept, so that it may be moved meanwhile."""
+        """``hold`` keeps a tensor as a saved tensor is kept, so that it may be moved meanwhile. ``pointwise``: see
+        Note [Pointwise]."""
         self.key = key
+        self.pointwise = pointwise
+        self._hold = hold
+        # Of pointwise ones: what each module inside returned, and the random state after it; how many will be asked.
+        self._answers: list[tuple[list[Any], Any, Any]] = []
+        self._needed = 0
         leaves, self._spec = tree_flatten(arguments)
-        self._leaves = [(hold(x), x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._leaves = self._held(leaves)
         self._function = function
         self._random, self._random_state = random, random.get()
         self._autocast = _autocast(next((x for x in leaves if isinstance(x, torch.Tensor)), None))
@@ -106,6 +117,9 @@ class Call:
         self._by_input: dict[tuple[int, int], int] = {}
         self._by_output: dict[int, int] = {}
         self.lock = threading.RLock()  # two threads of autograd may want the same call
+
+    def _held(self, leaves: list[Any]) -> list[Any]:
+        return [(self._hold(x), x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
 
     def next_save(self) -> int:
         self._saves += 1
@@ -122,13 +136,28 @@ class Call:
         finally:
             self._inside.pop()
 
+    def returned(self, result: Any) -> None:
+        """Of a pointwise call: a module inside is over."""
+        leaves, spec = tree_flatten(result)
+        self._answers.append((self._held(leaves), spec, self._random.get()))
+
+    def forward_is_over(self) -> None:
+        del self._answers[self._needed :]
+
     def drops(self, saved: SavedTensor, number: int) -> None:
         """``saved`` is given up: save ``number`` of the first forward."""
-        if self._inside and saved.identity in self._inside[-1][1]:
-            entry, given = self._inside[-1]
-            self._by_input[entry, given.index(saved.identity)] = saved.serial
-        else:
+        if not self.drops_input(saved):
             self._by_save[number] = saved.serial
+            self._needed = len(self._answers)
+
+    def drops_input(self, saved: SavedTensor) -> bool:
+        """The same, if the module that runs inside was given it."""
+        if not self._inside or saved.identity not in self._inside[-1][1]:
+            return False
+        entry, given = self._inside[-1]
+        self._by_input[entry, given.index(saved.identity)] = saved.serial
+        self._needed = len(self._answers)
+        return True
 
     def drops_output(self, saved: SavedTensor, index: int) -> None:
         self._by_output[index] = saved.serial
@@ -138,20 +167,25 @@ class Call:
         unpack: Callable[[Packed], torch.Tensor],
         find: Callable[[int], SavedTensor | None],
         give: Callable[[SavedTensor, torch.Tensor], None],
-        watch: Callable[[Callable[[tuple[Any, Any]], None]], AbstractContextManager[None]],
+        watch: Callable[[Callable[[tuple[Any, Any]], tuple[Any] | None]], AbstractContextManager[None]],
     ) -> None:
         """Hands every tensor that is still wanted, which ``find`` tells by its serial, to ``give``. ``watch`` has a
-        function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
-        leaves = []
-        for leaf in self._leaves:
-            if isinstance(leaf, tuple):
-                packed, needs_gradient = leaf
-                tensor = unpack(packed)
-                if not isinstance(tensor, torch.nn.Parameter):
-                    tensor = tensor.detach().requires_grad_(needs_gradient)
-                leaf = tensor
-            leaves.append(leaf)
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        function told of every module called inside; if it gives a value, that is what the module returns, unrun.
+        Raises RuntimeError if the forward differs from the first time."""
+
+        def free(leaves: list[Any]) -> list[Any]:
+            found = []
+            for leaf in leaves:
+                if isinstance(leaf, tuple):
+                    packed, needs_gradient = leaf
+                    tensor = unpack(packed)
+                    if not isinstance(tensor, torch.nn.Parameter):
+                        tensor = tensor.detach().requires_grad_(needs_gradient)
+                    leaf = tensor
+                found.append(leaf)
+            return found
+
+        args, kwargs = tree_unflatten(free(self._leaves), self._spec)
         by_save, by_input, by_output = (
             {place: saved for place, serial in places.items() if (saved := find(serial))}
             for places in (self._by_save, self._by_input, self._by_output)
@@ -168,12 +202,17 @@ class Call:
         def pack(tensor: torch.Tensor) -> None:
             settle(by_save.pop(next(saves), None), tensor)
 
-        def enter(arguments: tuple[Any, Any]) -> None:
+        def enter(arguments: tuple[Any, Any]) -> tuple[Any] | None:
             entry = next(entries)
             for index, tensor in enumerate(tensors(arguments)) if by_input else ():
                 settle(by_input.pop((entry, index), None), tensor)
             if not (by_save or by_input or by_output):
                 raise _Enough
+            if not self.pointwise:
+                return None
+            held, spec, state = self._answers[entry]
+            self._random.set(state)
+            return (tree_unflatten(free(held), spec),)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
         with self._random.restored(self._random_state), self._autocast(), torch.enable_grad(), hooks, watch(enter):

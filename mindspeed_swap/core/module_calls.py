@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
-from mindspeed_swap.core.trace import ModuleKey
+from mindspeed_swap.core.trace import ModuleKey, pointwise_of
 
 if TYPE_CHECKING:
     from mindspeed_swap.core.swap_manager import SwapManager
+
+INSIDE = -1
 
 
 class ModuleCalls:
@@ -22,8 +24,10 @@ class ModuleCalls:
         self.planned: set[ModuleKey] = set()  # to be recomputed
         self._manager = manager
         self._call: Call | None = None  # of those, the one whose forward runs
+        self._around: Call | None = None  # a pointwise one: a module inside it runs
         self._produced = Produced()
-        self._on_module: Callable[[tuple[Any, Any]], None] | None = None  # told of module calls while one runs again
+        # Told of module calls while one runs again.
+        self._on_module: Callable[[tuple[Any, Any]], tuple[Any] | None] | None = None
         self._runs_again = 0  # how many are running, one inside the other
 
     def call(
@@ -40,33 +44,56 @@ class ModuleCalls:
         if scope is None:
             if self._on_module is None:
                 return function(*args, **kwargs)
-            self._on_module((args, kwargs))
+            if (answer := self._on_module((args, kwargs))) is not None:
+                return answer[0]
             with may_stop(args):
                 return function(*args, **kwargs)
         key = scope.next_call(name)
         self._manager.at(scope.module_border())
-        tracked, versions = None, []
+        tracked, versions, refuses = None, [], self._manager.movable.refuses
         if (recorder := self._manager.recorder) is not None:
-            inputs = [tensor for tensor in tensors((args, kwargs)) if not self._manager.movable.refuses(tensor)]
+            inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
             tracked = recorder.enter(key, [(tensor, self._manager.find(tensor)) for tensor in inputs])
-        if self._call is not None:
-            with self._call.module((args, kwargs)):
+        if (outer := self._call) is None:
+            result = self._run(key, function, args, kwargs, keeps_outputs, once)
+        elif not outer.pointwise:
+            with outer.module((args, kwargs)):
                 result = function(*args, **kwargs)
-        elif key not in self.planned or once:
-            result = function(*args, **kwargs)
         else:
-            self._call = call = Call(key, function, (args, kwargs), self._manager.hold, self.random)
+            self._call, self._around = None, outer
             try:
-                result = function(*args, **kwargs)
+                with outer.module((args, kwargs)):
+                    result = self._run(key, function, args, kwargs, keeps_outputs, once)
             finally:
-                self._call = None
-            if not keeps_outputs:
-                self._produced.add(call, tensors(result))
+                self._call, self._around = outer, None
+            outer.returned(result)
         self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
             unchanged = not once and all(tensor._version == version for tensor, version in versions)
-            recorder.exit(tracked, [] if keeps_outputs else tensors(result), unchanged=unchanged)
+            made = [] if keeps_outputs else [tensor for tensor in tensors(result) if not refuses(tensor)]
+            recorder.exit(tracked, [(tensor, self._manager.find(tensor)) for tensor in made], unchanged=unchanged)
+        return result
+
+    def _run(
+        self, key: ModuleKey, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
+        keeps_outputs: bool, once: bool,
+    ) -> Any:  # fmt: skip
+        """The function; so that it can run again, or its pointwise part can, where that is planned."""
+        pointwise = pointwise_of(key)
+        part = pointwise in self.planned
+        if once or not (part or key in self.planned):
+            return function(*args, **kwargs)
+        arguments = (args, kwargs)
+        call = Call(pointwise if part else key, function, arguments, self._manager.hold, self.random, part)
+        self._call = call
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self._call = None
+        call.forward_is_over()
+        if not (keeps_outputs or part):
+            self._produced.add(call, tensors(result))
         return result
 
     def run_again(self, call: Call, wanted: SavedTensor) -> None:
@@ -91,7 +118,7 @@ class ModuleCalls:
                 measured.recomputed(call.key, before, after, earlier, accelerator.take_interval())
 
     @contextmanager
-    def _watching(self, enter: Callable[[tuple[Any, Any]], None]) -> Iterator[None]:
+    def _watching(self, enter: Callable[[tuple[Any, Any]], tuple[Any] | None]) -> Iterator[None]:
         outer, self._on_module = self._on_module, enter
         try:
             yield
@@ -100,14 +127,19 @@ class ModuleCalls:
 
     # ---- for the hooks of the manager
     def next_save(self) -> int | None:
-        """Number of a save within the call that will run again; None outside."""
-        return self._call.next_save() if self._call else None
+        """Number of a save within the call that will run again; None outside. In a module inside a pointwise call only
+        what it was given counts."""
+        if self._call is not None:
+            return self._call.next_save()
+        return None if self._around is None else INSIDE
 
     def makes(self, saved: SavedTensor, number: int | None) -> Call | None:
         """The call that can make it again, so that it need not be kept. ``number``: of this save within a call."""
         if number is not None and self._call is not None:
             self._call.drops(saved, number)
             return self._call
+        if number == INSIDE and self._around is not None and self._around.drops_input(saved):
+            return self._around
         made = self._produced.find(saved)
         if made is None:
             return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mindspeed_swap.core.saved_tensor import SavedTensor
-from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, SavedRecord
+from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, SavedRecord, pointwise_of
 
 _Identity = tuple[int, int]
 
@@ -29,8 +29,29 @@ class Tracked:
     given: set[_Identity] = field(default_factory=set)  # what it was called with, saved or not
     frees: list[SavedRecord] = field(default_factory=list)
     there: list[int] = field(default_factory=list)  # for each of ``frees``: from this point on it exists
-    begins: list[int] = field(default_factory=list)  # of the modules inside
+    begins: list[int] = field(default_factory=list)  # of all modules inside
     keeps: list[SavedRecord] = field(default_factory=list)
+    # Of its pointwise part, see Note [Pointwise] in again.py.
+    inside: list[Tracked] = field(default_factory=list)  # modules called by this one
+    outputs: list[list[SavedRecord]] = field(default_factory=list)  # for each: its save, or nothing if there is none
+    own: list[tuple[SavedRecord, int]] = field(default_factory=list)  # saves, as ``frees`` and ``there``
+
+
+    def freed(self, saves: list[tuple[SavedRecord, int]]) -> tuple[list[SavedRecord], int]:
+        """Those of the saves (with the point from which on they exist) that running again would bring back, and from
+        which point on all of them are there."""
+        wanted = [
+            (record, there)
+            for record, there in saves
+            if self.repeats and record.first_read is not None and record.first_read > self.end
+        ]
+        return [record for record, _ in wanted], max([self.begin, *(there for _, there in wanted)])
+
+    def record(
+        self, key: ModuleKey, forward_ms: float, frees: list[SavedRecord], keeps: list[SavedRecord]
+    ) -> ModuleRecord:
+        freed, kept = ([record.key for record in records] for records in (frees, keeps))
+        return ModuleRecord(key, max(0.0, forward_ms), self.begin, self.end, freed, kept, sum(self.inputs.values()))
 
 
 class ModuleRecorder:
@@ -39,6 +60,7 @@ class ModuleRecorder:
     def __init__(self) -> None:
         self._running: list[Tracked] = []
         self._done: list[Tracked] = []
+        self._outputs: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[list[SavedRecord]]]] = {}
         # Inputs and outputs of calls, to be known when somebody saves them: whose, and whether it is an input.
         self._watched: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[tuple[Tracked, bool]]]] = {}
 
@@ -49,6 +71,8 @@ class ModuleRecorder:
         tracked = Tracked(key, begin)
         for outer in self._running:
             outer.begins.append(begin)
+        if self._running:
+            self._running[-1].inside.append(tracked)
         for tensor, record in inputs:
             tracked.given.add(_identity(tensor)[0])
             if record is not None:
@@ -58,15 +82,25 @@ class ModuleRecorder:
         self._running.append(tracked)
         return tracked
 
-    def exit(self, tracked: Tracked, end: int, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
-        """``unchanged``: its inputs are as they were."""
+    def exit(
+        self, tracked: Tracked, end: int, outputs: list[tuple[torch.Tensor, SavedRecord | None]], *, unchanged: bool
+    ) -> None:
+        """``outputs``: as ``inputs`` of ``enter``. ``unchanged``: its inputs are as they were."""
         while self._running and self._running.pop() is not tracked:  # those left by an exception
             pass
         tracked.end, tracked.repeats = end, unchanged
         self._done.append(tracked)
-        if unchanged:
-            for tensor in outputs:
+        for tensor, record in outputs:
+            if unchanged:
                 self._watch(tensor, tracked, False)
+            known = [] if record is None else [record]
+            tracked.outputs.append(known)
+            if record is None:
+                identity, storage = _identity(tensor)
+                entry = self._outputs.get(identity)
+                if entry is None or entry[0]() is not storage:
+                    entry = self._outputs[identity] = weakref.ref(storage), []
+                entry[1].append(known)
 
     def _watch(self, tensor: torch.Tensor, tracked: Tracked, is_input: bool) -> _Identity:
         identity, storage = _identity(tensor)
@@ -77,6 +111,10 @@ class ModuleRecorder:
         return identity
 
     def saved(self, saved: SavedTensor, record: SavedRecord) -> None:
+        ref, outputs = self._outputs.get(saved.identity, (None, []))
+        if ref is not None and ref() is saved.storage_ref():
+            for known in outputs:
+                known[:] = [record]
         inputs_of: set[int] = set()
         ref, watchers = self._watched.get(saved.identity, (None, []))
         if ref is not None and ref() is saved.storage_ref():
@@ -91,27 +129,40 @@ class ModuleRecorder:
                     tracked.there.append(tracked.end)
         inner = self._running[-1] if self._running else None
         there = inner.begin if inner is not None and saved.identity in inner.given else record.saved
-        for tracked in self._running:
-            if id(tracked) not in inputs_of:
-                tracked.frees.append(record)
-                tracked.there.append(there)
+        for tracked, called in zip(self._running, [*self._running[1:], None], strict=False):
+            if id(tracked) in inputs_of:
+                continue
+            tracked.frees.append(record)
+            tracked.there.append(there)
+            if any(known == [record] for module in tracked.inside for known in module.outputs):
+                continue
+            if called is None:
+                tracked.own.append((record, record.saved))
+            elif saved.identity in called.given:
+                tracked.own.append((record, called.begin))
 
     def finish(self, times_ms: list[float]) -> list[ModuleRecord]:
         """In the order in which they ended. Those that cannot run again free nothing."""
         found = []
         for call in self._done:
-            frees, until = [], call.begin
-            for record, there in zip(call.frees, call.there, strict=True):
-                if call.repeats and record.first_read is not None and record.first_read > call.end:
-                    frees.append(record)
-                    until = max(until, there)
+            found += self._pointwise(call, times_ms)
+            frees, until = call.freed(list(zip(call.frees, call.there, strict=True)))
             # It stops where the next module inside begins: see Note [Where it stops] in again.py.
             stops = [begin for begin in call.begins if begin >= until] if frees else []
-            until = min(stops, default=call.end)
-            found.append(
-                ModuleRecord(
-                    call.key, times_ms[until] - times_ms[call.begin], call.begin, call.end,
-                    [record.key for record in frees], [record.key for record in call.keeps], sum(call.inputs.values()),
-                )
-            )  # fmt: skip
+            spent = times_ms[min(stops, default=call.end)] - times_ms[call.begin]
+            found.append(call.record(call.key, spent, frees, call.keeps))
         return found
+
+    @staticmethod
+    def _pointwise(call: Tracked, times_ms: list[float]) -> list[ModuleRecord]:
+        """Its pointwise part, if that can run again from what is saved anyway."""
+        frees, until = call.freed(call.own)
+        asked = [module for module in call.inside if 0 <= module.end <= until]
+        outputs = [known for module in asked for known in module.outputs]
+        if not frees or not asked or not all(outputs):
+            return []
+        begins = [module.begin for module in call.inside if module.begin >= until]
+        spent = times_ms[min(begins, default=call.end)] - times_ms[call.begin]
+        spent -= sum(times_ms[module.end] - times_ms[module.begin] for module in asked)
+        keeps = list({id(record): record for record in (*call.keeps, *(known[0] for known in outputs))}.values())
+        return [call.record(pointwise_of(call.key), spent, frees, keeps)]

@@ -154,12 +154,18 @@ class Recorder:
 
     def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]]) -> Tracked:
         """A module begins, at the point just closed."""
-        known = [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in inputs]
-        return self.modules.enter(key, self._next - 1, known)
+        return self.modules.enter(key, self._next - 1, self._known(inputs))
 
-    def exit(self, tracked: Tracked, outputs: list[torch.Tensor], *, unchanged: bool) -> None:
+    def exit(
+        self, tracked: Tracked, outputs: list[tuple[torch.Tensor, SavedTensor | None]], *, unchanged: bool
+    ) -> None:
         """It ends, at the point just closed."""
-        self.modules.exit(tracked, self._next - 1, outputs, unchanged=unchanged)
+        self.modules.exit(tracked, self._next - 1, self._known(outputs), unchanged=unchanged)
+
+    def _known(
+        self, found: list[tuple[torch.Tensor, SavedTensor | None]]
+    ) -> list[tuple[torch.Tensor, SavedRecord | None]]:
+        return [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in found]
 
     def recomputed(
         self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval

@@ -62,6 +62,11 @@ class ModuleKey(NamedTuple):
     name: str  # within the layer; "layer" is the layer itself
 
 
+def pointwise_of(key: ModuleKey) -> ModuleKey:
+    """What the module computes between the modules inside it."""
+    return key._replace(name=f"{key.name}.pointwise")
+
+
 @dataclass(slots=True)
 class Point:
     """One event, and the figures of the interval that it closes."""
