@@ -196,9 +196,10 @@ def _predictions(results: Results, what: str, error: Callable[[Record], tuple[fl
 
 
 def _time_error(run: Record) -> tuple[float, bool] | None:
-    predicted = (run.get("swap") or {}).get("predicted_ms")
-    if not predicted:
-        return None
+    ours = run.get("swap") or {}
+    predicted = ours.get("predicted_ms")
+    if not predicted or not (ours.get("swap_bytes") or ours.get("recompute_ms")):
+        return None  # nothing was planned: that time is of the step that WarmUp recorded
     error = run["step_ms"] / predicted - 1
     return error, abs(error) <= PREDICTED_TIME
 

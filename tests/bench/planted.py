@@ -29,7 +29,7 @@ def failed(workload, point, group="ours"):
 
 def swap(predicted_ms, predicted_peak=10 * GIB, phase="Stable", stable_steps=10):
     return {"phase": phase, "stable_steps": stable_steps, "predicted_ms": predicted_ms,
-            "predicted_peak_bytes": predicted_peak}  # fmt: skip
+            "predicted_peak_bytes": predicted_peak, "swap_bytes": GIB, "recompute_ms": 0.0}  # fmt: skip
 
 
 def write(folder, records, device="gpu", **more):

@@ -105,6 +105,12 @@ def test_predictions(tmp_path, measured, peak, states_):
     assert tuple(found[name].state for name in names) == states_
 
 
+def test_a_step_with_nothing_planned_was_not_predicted(tmp_path):
+    nothing = swap(120.0) | {"swap_bytes": 0}
+    write(tmp_path, [plain("A"), record("A", "adaptive@nothing", 100.0, swap=nothing)])
+    assert states(tmp_path)["predicted against measured, every point: step time"].state == NOT_RUN
+
+
 def test_moments(tmp_path):
     source = record("A", "adaptive@nothing", 100.0, recompute_options=[],
                     link={"out_bytes_per_ms": GIB / 30, "in_bytes_per_ms": GIB / 30})  # fmt: skip
