@@ -17,8 +17,6 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"MINDSPEED_SWAP_[A-Z_]+")
 MOST_PICTURE_BYTES = 150 << 10
 MOST_TRACE_BYTES = 5 << 20
-# Linked, and written when its measurements have been made.
-LATER = {"docs/benchmarks.md"}
 # Of tools that are not ours: pip, MindFormers' launcher, MindSpeed, git.
 OTHERS = {"--config", "--run_mode", "--use_parallel", "--use", "--run"}
 PAIRS = sorted(p for p in ROOT.glob("**/*.zh-CN.md") if p.parent in (ROOT, ROOT / "docs"))
@@ -34,8 +32,7 @@ def test_links_lead_somewhere(path):
             continue
         found = (path.parent / file).resolve() if file else path
         if not found.exists():
-            if not (found.is_relative_to(ROOT) and name(found) in LATER):
-                broken.append(target)
+            broken.append(target)
         elif anchor and anchor not in _anchors(found):
             broken.append(target)
     assert broken == []
