@@ -22,7 +22,7 @@ from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
-from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link
+from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link, warn_if_slow
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
@@ -72,6 +72,8 @@ class Runtime:
         hooks.connect(self.manager)
         self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
         link = probe_link(self._accelerator, self.pool)
+        if link is not None:
+            warn_if_slow(link, self._accelerator.link_limit_bytes_per_ms())
         self._link = link or Link(*[UNMEASURED_BYTES_PER_MS] * 4)
         capacity = self._accelerator.memory().capacity_bytes
         if self._options.swap_config is not None:

@@ -5,7 +5,6 @@ bytes per millisecond (1 GB/s = 10^6 bytes per millisecond).
 """
 from __future__ import annotations
 
-import importlib
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,9 +26,6 @@ SHORTEST_MS = 1e-4  # below the resolution of any event: no division by zero
 COPY_OVERHEAD_MS = 0.005  # of one copy: 256 KiB run at 29 GB/s where large copies run at 55
 WARN_BELOW = 0.6  # of what the link can do; a healthy PCIe link gives 0.85
 GBPS = 1e6  # bytes per ms
-
-# PCIe payload per lane by generation: transfer rate x encoding / 8.
-PCIE_LANE_BYTES_PER_MS = {1: 0.25e6, 2: 0.5e6, 3: 0.985e6, 4: 1.969e6, 5: 3.938e6, 6: 7.563e6}
 
 
 class HostMemory(Protocol):
@@ -88,31 +84,6 @@ def warn_if_slow(link: Link, limit_bytes_per_ms: float | None) -> None:
             "Usual causes: host memory on another NUMA node (numactl --membind), a shared PCIe switch, IOMMU or ACS on",
             every_rank=True,
         )
-
-
-def pcie_link_bytes_per_ms(device_uuid: str) -> float | None:
-    """What the device's PCIe link carries each way at its full width and generation, by NVML.
-
-    None without nvidia-ml-py or where NVML does not say. The *maximum* generation: an idle link runs at a lower one.
-    """
-    try:
-        pynvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(device_uuid)
-        generation = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-        lanes = pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
-    lane = PCIE_LANE_BYTES_PER_MS.get(generation)
-    return lane * lanes if lane else None
 
 
 class _NoHostMemory(Exception):

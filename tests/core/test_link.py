@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mindspeed_swap.core import link as link_module
-from mindspeed_swap.core.link import Link, pcie_link_bytes_per_ms, probe_link, warn_if_slow
+from mindspeed_swap.core.link import Link, probe_link, warn_if_slow
+from mindspeed_swap.core.pcie import pcie_link_bytes_per_ms
 
 OUT, BACK = 55e6, 50e6  # bytes per ms
 

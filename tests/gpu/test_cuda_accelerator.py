@@ -12,7 +12,7 @@ from cuda_device import CAPACITY, FAKE, HOOK_OFF, UNIT, marked, needs_gpu, needs
 from mindspeed_swap.core.accelerator import cuda
 from mindspeed_swap.core.accelerator.torch_device import CAPACITY as CAPACITY_VARIABLE
 from mindspeed_swap.core.accelerator.watch import OOM_HOOK, StatisticsOnly
-from mindspeed_swap.core.link import pcie_link_bytes_per_ms, probe_link, warn_if_slow
+from mindspeed_swap.core.link import probe_link, warn_if_slow
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.units import MIB
 
@@ -301,7 +301,7 @@ def test_link(accelerator, capsys):
     start = time.monotonic()
     link = probe_link(accelerator, HostPool(accelerator))
     took = time.monotonic() - start
-    limit = pcie_link_bytes_per_ms(accelerator.device_uuid())
+    limit = accelerator.link_limit_bytes_per_ms()
     with capsys.disabled():
         print(f"\nlink: {link}; limit by NVML {limit and limit / 1e6} GB/s; probed in {took:.2f} s")
     assert link is not None

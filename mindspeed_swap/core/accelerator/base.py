@@ -142,5 +142,9 @@ class Accelerator(ABC):
         """A plain host tensor with memory of its own, holding the values that the live compute stream has there."""
         return tensor.to("cpu", copy=True)
 
+    def link_limit_bytes_per_ms(self) -> float | None:
+        """What the device's link to the host could carry each way. None: not known."""
+        return None
+
     def close(self) -> None:
         """Stop threads and give back what the process holds beyond plain allocations. Idempotent."""

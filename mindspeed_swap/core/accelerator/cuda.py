@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_swap.core.accelerator.torch_device import TorchAccelerator
 from mindspeed_swap.core.extension import load_extension
+from mindspeed_swap.core.pcie import pcie_link_bytes_per_ms
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.units import format_bytes
@@ -99,9 +100,9 @@ class CudaAccelerator(TorchAccelerator):
             raise RuntimeError(f"{self._device} cannot use host memory at {host.data_ptr():#x} in place")
         return tensor
 
-    def device_uuid(self) -> str:
-        """As NVML names the device, whatever CUDA_VISIBLE_DEVICES renumbers."""
-        return f"GPU-{torch.cuda.get_device_properties(self._index).uuid}"
+    def link_limit_bytes_per_ms(self) -> float | None:
+        # NVML knows the device by this, whatever CUDA_VISIBLE_DEVICES renumbers.
+        return pcie_link_bytes_per_ms(f"GPU-{torch.cuda.get_device_properties(self._index).uuid}")
 
 
 class _MappedHost:
