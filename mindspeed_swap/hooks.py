@@ -155,5 +155,6 @@ def _listen(ends: int, name: str) -> None:
     while begun:  # one that ended by an exception, from C++ without a guard, was never told to end
         began, before = begun.pop()
         if began == name:
-            manager.operator_ran(name, before, accelerator.record(accelerator.compute_stream()))
+            if (recorder := manager.recorder) is not None:
+                recorder.operator(name, before, accelerator.record(accelerator.compute_stream()))
             return

@@ -54,7 +54,7 @@ class ModuleCalls:
         if (recorder := self._manager.recorder) is not None:
             inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
-            tracked = recorder.enter(key, [(tensor, self._manager.find(tensor)) for tensor in inputs])
+            tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs])
         if (outer := self._call) is None:
             result = self._run(key, function, args, kwargs, keeps_outputs, once)
         elif not outer.pointwise:
@@ -72,7 +72,7 @@ class ModuleCalls:
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
             unchanged = not once and all(tensor._version == version for tensor, version in versions)
             made = [] if keeps_outputs else [tensor for tensor in tensors(result) if not refuses(tensor)]
-            recorder.exit(tracked, [(tensor, self._manager.find(tensor)) for tensor in made], unchanged=unchanged)
+            recorder.exit(tracked, [(tensor, self._manager.live.find(tensor)) for tensor in made], unchanged=unchanged)
         return result
 
     def _run(

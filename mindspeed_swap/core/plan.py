@@ -6,6 +6,7 @@ time, never correctness.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,3 +119,13 @@ def _peaks(value: Any, where: str) -> dict[str, int]:
     if not isinstance(value, dict) or not all(isinstance(v, int) for v in value.values()):
         raise ValueError(f"damaged {where}: {value!r:.60}, expected bytes by phase")
     return value
+
+
+def keys_by_position(swaps: Iterable[Swap]) -> tuple[dict[Position, list[Key]], dict[Position, list[Key]]]:
+    """What to release and what to prefetch, by where in the step."""
+    releases: dict[Position, list[Key]] = {}
+    prefetches: dict[Position, list[Key]] = {}
+    for swap in swaps:
+        releases.setdefault(swap.release, []).append(swap.key)
+        prefetches.setdefault(swap.prefetch, []).append(swap.key)
+    return releases, prefetches

@@ -10,45 +10,26 @@ device memory is allocated while the lock is held; a load allocates first and th
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
 from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.core.live_tensors import LiveTensors
 from mindspeed_swap.core.module_calls import ModuleCalls
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
-from mindspeed_swap.core.plan import Plan, Swap
+from mindspeed_swap.core.plan import Plan, Swap, keys_by_position
 from mindspeed_swap.core.recorder import Recorder
-from mindspeed_swap.core.saved_tensor import (
-    Handle,
-    Passed,
-    SavedTensor,
-    State,
-    modified_in_place,
-)
+from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State, modified_in_place
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import NAMELESS, Scope, StepStats
-from mindspeed_swap.core.trace import (
-    BACKWARD,
-    ENTER,
-    EXIT,
-    FORWARD,
-    OPTIMIZER,
-    OUTSIDE,
-    Key,
-    Position,
-    StepTrace,
-)
+from mindspeed_swap.core.strays import Strays
+from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
 from mindspeed_swap.core.waits import Wait
-
-# Pushed-out tensors are fetched so many reads before backward wants them: about one layer's reads. More would take the
-# room that the layers in between need.
-LOOK_AHEAD_READS = 16
 
 
 class SwapManager:
@@ -75,20 +56,13 @@ class SwapManager:
         self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
-        self._dead: deque[SavedTensor] = deque()
-        self._live: dict[int, SavedTensor] = {}  # by serial: in order of saving
-        self._by_storage: dict[tuple[int, int], SavedTensor] = {}
-        self._by_key: dict[Key, SavedTensor] = {}  # of this step
-        self._serial = 0
+        self.live = LiveTensors()
+        self._strays = Strays()
         self.scope: Scope | None = None
         self.calls = ModuleCalls(self, random or RandomState())
         self._swaps: dict[Key, Swap] = {}
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
-        self._read_order: Mapping[Key, int] = {}
-        self._reads: list[Key] = []  # in that order
-        self._read_index: dict[Key, int] = {}
-        self._strays: dict[Key, SavedTensor] = {}  # on the host, and no plan fetches them
         self._thread = threading.local()
 
     @property
@@ -112,7 +86,7 @@ class SwapManager:
         self._drain()
         with self._lock:
             self.scope = None
-            self._by_key.clear()
+            self.live.by_key.clear()
             self._mover.stats = StepStats()
         self.change_plan(plan, trace=trace, read_order=read_order)
 
@@ -123,15 +97,8 @@ class SwapManager:
         with self._lock:
             self._swaps = {swap.key: swap for swap in plan.swaps} if plan else {}
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
-            self._releases, self._prefetches = {}, {}
-            for swap in self._swaps.values():
-                self._releases.setdefault(swap.release, []).append(swap.key)
-                self._prefetches.setdefault(swap.prefetch, []).append(swap.key)
-            self._strays.clear()
-            if self._read_order is not read_order:
-                self._read_order = read_order or {}
-                self._reads = sorted(self._read_order, key=self._read_order.__getitem__)
-                self._read_index = {key: index for index, key in enumerate(self._reads)}
+            self._releases, self._prefetches = keys_by_position(self._swaps.values())
+            self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace) if trace is not None else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
@@ -192,11 +159,6 @@ class SwapManager:
         finally:
             scope.stays, scope.layer = False, OUTSIDE
 
-    def operator_ran(self, name: str, before: Event, after: Event) -> None:
-        """A custom operator, between two events of the compute stream."""
-        if (recorder := self._mover.recorder) is not None:
-            recorder.operator(name, before, after)
-
     # ---- the hooks
     def _pack(self, tensor: torch.Tensor) -> Handle | Passed:
         scope = self.scope
@@ -217,38 +179,28 @@ class SwapManager:
         assert self.scope is not None
         return Passed(tensor) if self.movable.refuses(tensor) else self._keep(tensor, self.scope.nameless_key(), None)
 
-    def find(self, tensor: torch.Tensor) -> SavedTensor | None:
-        storage = tensor.untyped_storage()
-        saved = self._by_storage.get((storage._cdata, tensor._version))
-        return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
-
     def _keep(self, tensor: torch.Tensor, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
         with self._lock:
-            saved = self.find(tensor)
+            saved = self.live.find(tensor)
             known = saved is not None
             if saved is None:
-                self._serial += 1
-                stream = self.accelerator.compute_stream()
-                saved = SavedTensor(tensor, tensor.untyped_storage(), key, self._serial, stream)
-                self._live[saved.serial] = self._by_key[key] = self._by_storage[saved.identity] = saved
+                saved = self.live.add(tensor, key, self.accelerator.compute_stream())
                 self._mover.born(saved)
             elif saved.key.ordinal <= NAMELESS < key.ordinal:
                 self._name(saved, key)
             elif self._mover.recorder:
                 self._mover.recorder.used(saved)
             saved.handles += 1
-            handle = Handle(saved, tensor, key, self._dead, whole=not known)
+            handle = Handle(saved, tensor, key, self.live.dead, whole=not known)
             if not known:
                 self._follow_plan(saved, number)
         return handle
 
     def _name(self, saved: SavedTensor, key: Key) -> None:
         """An argument of a call that will run again is saved for the first time."""
-        self._by_key.pop(saved.key, None)
-        if self._strays.pop(saved.key, None):
-            self._strays[key] = saved
-        saved.key, self._by_key[key] = key, saved
+        self._strays.rename(saved, key)
+        self.live.rename(saved, key)
         self.stats.saved += 1
         if self._mover.recorder:
             self._mover.recorder.saved(saved)
@@ -292,16 +244,16 @@ class SwapManager:
         return view
 
     def dropped(self, serial: int) -> SavedTensor | None:
-        saved = self._live.get(serial)
+        saved = self.live.by_serial.get(serial)
         return saved if saved is not None and saved.state is State.DROPPED else None
 
     def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
         """What a module made again."""
         with self._lock:
             if saved.state is State.DROPPED:
-                self._forget_storage(saved)
+                self.live.storage_goes(saved)
                 self._mover.give(saved, made)
-                self._by_storage[saved.identity] = saved
+                self.live.storage_came(saved)
 
     def _read(self, packed: Handle, first: bool, prefetched: bool) -> torch.Tensor | None:
         """What autograd saved, or None if it must be loaded: at first, and again if pressure in another thread pushes
@@ -315,9 +267,9 @@ class SwapManager:
             if saved.state is State.LEAVING:
                 mover.stay(saved)
             elif saved.state is State.RETURNING:
-                self._forget_storage(saved)
+                self.live.storage_goes(saved)
                 mover.finish_load(saved, prefetched=prefetched)
-                self._by_storage[saved.identity] = saved
+                self.live.storage_came(saved)
             if first and mover.recorder:
                 mover.recorder.read(saved)
             return saved.view(packed)
@@ -343,14 +295,14 @@ class SwapManager:
     def _act(self, position: Position) -> None:
         """What the plan wants at this position. Each entry is used once."""
         for key in self._releases.pop(position, ()):
-            saved = self._by_key.get(key)
+            saved = self.live.by_key.get(key)
             if saved is not None:
                 with self._lock:
                     self._mover.release(saved, planned=True)
         if self._mover.gave_up:
             self._begin_interval()
         for key in self._prefetches.pop(position, ()):
-            saved = self._by_key.get(key)
+            saved = self.live.by_key.get(key)
             if saved is not None and saved.state is State.HOST:
                 self._prefetch(saved)
 
@@ -361,32 +313,25 @@ class SwapManager:
         self._mover.gave_up = False
 
     def _prefetch(self, saved: SavedTensor) -> None:
-        if self.accelerator.compute_stream() != saved.stream:  # memory of this stream would be read on that one
-            self.stats.skipped_prefetches += 1
-            self._strays[saved.key] = saved
-            return
-        self._thread.may_not_evict = True  # a prefetch that would push others out is worse than a late load
-        try:
-            self._mover.load(saved)
-        except torch.OutOfMemoryError:
-            self.stats.skipped_prefetches += 1
-            self._strays[saved.key] = saved
-        finally:
-            self._thread.may_not_evict = False
+        if self.accelerator.compute_stream() == saved.stream:  # else memory of this stream would be read on that one
+            self._thread.may_not_evict = True  # a prefetch that would push others out is worse than a late load
+            try:
+                self._mover.load(saved)
+                return
+            except torch.OutOfMemoryError:
+                pass
+            finally:
+                self._thread.may_not_evict = False
+        self.stats.skipped_prefetches += 1
+        self._strays.add(saved)
 
     def _look_ahead(self, key: Key) -> None:
         """Fetch what was pushed out and is wanted soon, as far as there is room. Needs the order of a recorded step."""
-        now = self._read_index.get(key)
-        if now is None:
-            return
-        for soon in self._reads[now + 1 : now + 1 + LOOK_AHEAD_READS]:
-            saved = self._strays.get(soon)
-            if saved is None:
-                continue
+        for saved in self._strays.wanted_after(key):
             memory = self.accelerator.memory()
             if memory.capacity_bytes - memory.allocated_bytes < saved.nbytes + self.headroom_bytes:
                 return
-            self._strays.pop(soon, None)  # another thread may evict, and read, meanwhile
+            self._strays.remove(saved)
             if saved.state is State.HOST:
                 self._prefetch(saved)
 
@@ -403,30 +348,21 @@ class SwapManager:
     def _drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
         freed = 0
-        while self._dead:
+        dead = self.live.dead
+        while dead:
             try:
-                saved = self._dead.popleft()
+                saved = dead.popleft()
             except IndexError:  # another thread was faster
                 break
             with self._lock:
                 saved.handles -= 1
                 if saved.handles == 0:
-                    freed += self._bury(saved)
+                    self.live.remove(saved)
+                    freed += self._mover.bury(saved)
         if self._mover.lingering:
             with self._lock:
                 freed += self._mover.free_lingering(wait=False)
         return freed
-
-    def _bury(self, saved: SavedTensor) -> int:
-        self._forget_storage(saved)
-        del self._live[saved.serial]
-        if self._by_key.get(saved.key) is saved:
-            del self._by_key[saved.key]
-        return self._mover.bury(saved)
-
-    def _forget_storage(self, saved: SavedTensor) -> None:
-        if self._by_storage.get(saved.identity) is saved:
-            del self._by_storage[saved.identity]
 
     # ---- pressure
     def evict(self, nbytes: int) -> int:
@@ -445,12 +381,11 @@ class SwapManager:
                 freed += self._mover.free_lingering(wait=True)
             if freed >= nbytes:
                 return freed
-            order = self._read_order
-            for saved in sorted(self._live.values(), key=lambda s: (-order.get(s.key, 0), s.serial)):
+            for saved in self._strays.last_read_first(self.live.by_serial.values()):
                 given_up = self._mover.evict(saved)
                 if given_up:
                     freed += given_up
-                    self._strays[saved.key] = saved
+                    self._strays.add(saved)
                     self.stats.evictions += 1
                     self.stats.evicted_bytes += given_up
                 if freed >= nbytes:

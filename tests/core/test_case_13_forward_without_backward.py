@@ -65,8 +65,8 @@ def test_case_13_the_prefetch_falls_into_an_evaluation(sim):
     with manager.forward(0):
         loss = body(manager.layer)
     with torch.inference_mode(), manager.forward(0):
-        for key in list(manager._by_key):
-            manager._prefetch(manager._by_key[key])
+        for key in list(manager.live.by_key):
+            manager._prefetch(manager.live.by_key[key])
     for leaf in leaves:
         leaf.grad = None
     loss.backward(retain_graph=True)

@@ -91,7 +91,7 @@ def test_case_37_the_error_does_not_fetch_anything(sim):
     with manager.forward(0):
         loss = hidden.sin().sum()
     alias = hidden.detach()
-    saved = next(iter(manager._live.values()))
+    saved = next(iter(manager.live.by_serial.values()))
     manager._mover.offload(saved)
     assert manager._mover.release(saved, planned=False)
     alias.zero_()

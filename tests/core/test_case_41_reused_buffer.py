@@ -31,12 +31,12 @@ def test_case_41_two_saves_of_one_buffer(sim, evicted):
     manager.begin_step()
     with manager.forward(0):
         first = Scales.apply(leaf, buffer, one).sum()
-        (before,) = manager._live.values()
+        (before,) = manager.live.by_serial.values()
         if evicted:  # the copy of the first content is taken while it is there
             manager._mover.offload(before)
             manager._mover.release(before, planned=False)
         second = Scales.apply(leaf, buffer, two).sum()
-    saved = list(manager._live.values())
+    saved = list(manager.live.by_serial.values())
     assert len(saved) == 2 and saved[0] is before
     if evicted:
         assert before.state is State.HOST
@@ -57,7 +57,7 @@ def test_case_41_first_content_read_before_the_second_is_written(sim):
         with manager.forward(number):
             loss = Scales.apply(leaf, buffer, values).sum()
         if number % 2:
-            for saved in list(manager._live.values()):
+            for saved in list(manager.live.by_serial.values()):
                 manager._mover.offload(saved)
                 manager._mover.release(saved, planned=False)
         (grad,) = torch.autograd.grad(loss, leaf)

@@ -95,8 +95,8 @@ def test_history_of_a_change_in_backward_stays_out_of_the_alias(sim):
             out = WritesWithHistory.apply(x).square().sum()
         (grad,) = torch.autograd.grad(out, x, create_graph=True)
         if manager:
-            assert manager._live
-            assert not any(saved.alias.requires_grad for saved in manager._live.values())
+            assert manager.live.by_serial
+            assert not any(saved.alias.requires_grad for saved in manager.live.by_serial.values())
         return grad.detach()
 
     manager = new_manager(sim)
@@ -230,7 +230,7 @@ def test_joined_after_its_release(sim):
     manager.begin_step()
     with manager.forward(0):
         first = hidden.sin().sum()
-        (saved,) = manager._live.values()
+        (saved,) = manager.live.by_serial.values()
         manager._mover.offload(saved)
         manager._mover.release(saved, planned=True)
         assert manager.stats.ineffective_bytes == saved.nbytes

@@ -2,7 +2,7 @@
 import torch
 from swapping import assert_nothing_left, assert_same, blocks, new_manager, recorded_plan, run_step
 
-from mindspeed_swap.core.swap_manager import LOOK_AHEAD_READS
+from mindspeed_swap.core.strays import LOOK_AHEAD_READS
 from mindspeed_swap.sim import device
 
 

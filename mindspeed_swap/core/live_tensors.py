@@ -1,0 +1,50 @@
+"""The saved tensors that are alive: by storage, by name, and in the order of saving."""
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from mindspeed_swap.core.accelerator.base import Stream
+from mindspeed_swap.core.saved_tensor import SavedTensor
+from mindspeed_swap.core.trace import Key
+
+
+class LiveTensors:
+    """A part of the manager, used under its lock; but handles die in any thread, and ``dead`` needs no lock."""
+
+    def __init__(self) -> None:
+        self.dead: deque[SavedTensor] = deque()  # once for each handle that died, until the manager acts on it
+        self.by_serial: dict[int, SavedTensor] = {}
+        self.by_key: dict[Key, SavedTensor] = {}  # of this step
+        self._by_storage: dict[tuple[int, int], SavedTensor] = {}
+        self._serial = 0
+
+    def find(self, tensor: torch.Tensor) -> SavedTensor | None:
+        storage = tensor.untyped_storage()
+        saved = self._by_storage.get((storage._cdata, tensor._version))
+        return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
+
+    def add(self, tensor: torch.Tensor, key: Key, stream: Stream) -> SavedTensor:
+        self._serial += 1
+        saved = SavedTensor(tensor, tensor.untyped_storage(), key, self._serial, stream)
+        self.by_serial[saved.serial] = self.by_key[key] = self._by_storage[saved.identity] = saved
+        return saved
+
+    def rename(self, saved: SavedTensor, key: Key) -> None:
+        self.by_key.pop(saved.key, None)
+        saved.key, self.by_key[key] = key, saved
+
+    def storage_goes(self, saved: SavedTensor) -> None:
+        """Before it gets another one: from now on it is not found."""
+        if self._by_storage.get(saved.identity) is saved:
+            del self._by_storage[saved.identity]
+
+    def storage_came(self, saved: SavedTensor) -> None:
+        self._by_storage[saved.identity] = saved
+
+    def remove(self, saved: SavedTensor) -> None:
+        self.storage_goes(saved)
+        del self.by_serial[saved.serial]
+        if self.by_key.get(saved.key) is saved:
+            del self.by_key[saved.key]
