@@ -1,7 +1,6 @@
 """Writes a rank's files into ``--swap-report-dir``, each as a whole. A full disk is said and never stops training."""
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -17,6 +16,7 @@ import torch
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.step import ExecutedStep
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.files import replace_file
 from mindspeed_swap.log import say
 from mindspeed_swap.report.chrome import chrome_trace
 from mindspeed_swap.report.summary import SUMMARY_VERSION, summarize
@@ -60,15 +60,9 @@ class ReportWriter:
             say(text, every_rank=True)
 
     def _write(self, name: str, text: str) -> None:
-        path = self._folder / name
-        partial = path.with_suffix(".partial")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(text)
-            os.replace(partial, path)
+            replace_file(self._folder / name, text)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)  # half a file would only fill the disk
             self._say_once(f"report not written, training goes on: {error}")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, replace_file, save_plans
+from mindspeed_swap.files import replace_file
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, save_plans
 
 # Digests kept per rank at most. A search makes a few.
 MOST_FAILED = 100

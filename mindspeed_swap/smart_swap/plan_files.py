@@ -5,9 +5,7 @@ enters the first layer).
 """
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.files import replace_file
 
 FILE_VERSION = 1
 # (microbatches per step, size class)
@@ -44,18 +43,6 @@ def save_plans(path: Path, rank: int, plans: Mapping[Shape, Plan]) -> None:
         "plans": {f"{shape[0]}x{shape[1]}": json.loads(plan.to_json()) for shape, plan in plans.items()},
     }
     replace_file(path, json.dumps(content) + "\n")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """As a whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
 
 
 def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
