@@ -25,7 +25,9 @@ SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt_sim.sh"
 SMART_SWAP, ADAPTIVE = "--smart-swap", "--adaptive-memory-optimization"
 # With a link that hides little, recompute is worth its time.
 SLOW_LINK_GBPS = "0.05"
-STEPS = 10
+# WarmUp takes two steps and a search eight at most: each number of microbatches has room for both, whatever the noise
+# of its times lets the search do.
+STEPS = 12
 # WarmUp knows the floor after the second step, the first one that starts with optimizer state.
 FLOOR_STEPS = 3
 LEAST_HELD_SAVED = 0.25

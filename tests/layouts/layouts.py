@@ -59,8 +59,8 @@ LAYOUTS: dict[str, Layout] = {
             {**_DP2, "MBS": "16", "GBS": "32", "LAYERS": "4"},
         ),
         Layout("fusion", _flags("--overlap-grad-reduce"), {**_DP2, "GRADIENT_FUSION": "1"}),
-        # By tokens: 1 microbatch in 3 steps, 2 in 2, 3 in 5. (0.19 knows --rampup-batch-size, and ignores it.)
-        Layout("rampup", settings={"BATCH_SCHEDULE": "0:8,3072:16,7168:24"}, ranks=1),
+        # By tokens: 1 microbatch in 3 steps, 2 in 2, 3 in 11. (0.19 knows --rampup-batch-size, and ignores it.)
+        Layout("rampup", settings={"BATCH_SCHEDULE": "0:8,3072:16,7168:24", "ITERS": "16"}, ranks=1),
         # 4 and then 8 microbatches, evaluations in between
         Layout(
             "vpp_rampup",
@@ -68,7 +68,7 @@ LAYOUTS: dict[str, Layout] = {
                 "--num-layers-per-virtual-pipeline-stage 1 --split 80,20,0 --eval-interval 5 --eval-iters 1 "
                 "--eval-global-batch-size 32"
             ),
-            {**_PP2, "LAYERS": "8", "BATCH_SCHEDULE": "0:32,20480:64", "ITERS": "14"},  # two searches take their steps
+            {**_PP2, "LAYERS": "8", "BATCH_SCHEDULE": "0:32,20480:64", "ITERS": "16"},  # two searches take their steps
         ),
         Layout(
             "optimizer_offload",

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_two_pipeline_stages(pretrain, tmp_path: Path) -> None:
     done = pretrain(
-        "--smart-swap", "--swap-report-dir", str(tmp_path), NPROC="2", PP="2", SEQ="128", MBS="4", GBS="8", ITERS="8",
+        "--smart-swap", "--swap-report-dir", str(tmp_path), NPROC="2", PP="2", SEQ="128", MBS="4", GBS="8", ITERS="12",
         MINDSPEED_SWAP_DEVICE_CAPACITY="7MiB",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
