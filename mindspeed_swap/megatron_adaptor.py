@@ -72,9 +72,9 @@ def activate(options: Options) -> None:
     if runtime.started():
         return
     runtime.start(options)
-    if options.plans:
-        for patches in (training, schedules, transformer_layer, linear, recompute):
-            _step.install(patches.PATCHES)
+    around = (training, schedules, transformer_layer)
+    for patches in (*around, linear, recompute) if options.plans else around:
+        _step.install(patches.PATCHES)
     if options.names_modules:
         _step.install(modules.PATCHES)
         modules.install_into(_step)

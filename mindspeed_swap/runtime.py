@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap import hooks
-from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
+from mindspeed_swap.core.accelerator import HOOK_VARIABLE, get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
@@ -39,6 +39,7 @@ from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
 from mindspeed_swap.units import MIB, format_bytes
 from mindspeed_swap.version import __version__
+from mindspeed_swap.virtual_optimizer.overlap import Overlap
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
 _NOTHING = nullcontext()
@@ -62,6 +63,8 @@ class Runtime:
         self.pool = HostPool(self._accelerator, host_budget_bytes)
         self._report = ReportWriter(options.report_dir, rank(), options.layout) if options.report_dir else None
         self._virtual: VirtualOptimizer | None = None
+        self._overlap: Overlap | None = None  # of the virtual optimizer, where an allocation that fails is told of
+        self._in_optimizer = False
         self.in_step = False
         self.names_modules = options.names_modules
         if options.plans:
@@ -70,7 +73,7 @@ class Runtime:
     def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         hooks.connect(self.manager)
-        self._guard = OomGuard(self.manager, hook=os.environ.get("MINDSPEED_SWAP_OOM_HOOK", "1") != "0")
+        self._guard = OomGuard(self.manager, hook=_may_hook())
         link = probe_link(self._accelerator, self.pool)
         if link is not None:
             warn_if_slow(link, self._accelerator.link_limit_bytes_per_ms())
@@ -88,7 +91,6 @@ class Runtime:
         self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
-        self._in_optimizer = False
         if self._options.adaptive and self._accelerator.name != "sim":
             index = int(os.environ.get("LOCAL_RANK", "0"))
             say(f"{self._options.policy.feature}: {bind_cpu(self._accelerator.name, index)}", every_rank=True)
@@ -105,7 +107,24 @@ class Runtime:
 
     @contextmanager
     def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
-        """One training step. What it did decides how the next one of the same shape runs."""
+        """One training step."""
+        self._in_optimizer = False
+        with self._planned(models, optimizer, microbatches) if self.shapes else _NOTHING:
+            self.in_step = True
+            try:
+                with self._overlap.step(self._may_overlap()) if self._overlap else _NOTHING:
+                    yield
+            finally:
+                self.in_step = False
+            _end_if_terminated()
+
+    def _may_overlap(self) -> bool:
+        """Not while steps are recorded: the plans would count on memory in which state is on its way."""
+        return self.shapes is None or (self.manager.recorder is None and not self.shapes.vary)
+
+    @contextmanager
+    def _planned(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
+        """What the step did decides how the next one of the same shape runs."""
         assert self.shapes is not None
         capacity = self._accelerator.memory().capacity_bytes
         self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
@@ -114,21 +133,16 @@ class Runtime:
             self._owned = list(_owned_by(models))  # walking through modules takes as long as starting a dozen kernels
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
-        self._in_optimizer = False
         self.manager.movable.keep_on_device(_with_gradients(self._owned))
         if self.shapes.vary:
             self.manager.begin_step()
         else:
             self._order(self.manager.begin_step)
-        self.in_step = True
         try:
             yield
         except torch.OutOfMemoryError:
             say(self._why_out_of_memory(), every_rank=True)
             raise
-        finally:
-            self.in_step = False
-        _end_if_terminated()
         stats, trace = self.manager.end_step()
         search = self.shapes.current
         try:
@@ -152,7 +166,20 @@ class Runtime:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
         _end_if_terminated()
         if not self.in_step or not torch.is_grad_enabled():
+            if self._overlap and not self.in_step:
+                self._overlap.settle()  # an evaluation: its memory is not that of a training step
             return _NOTHING
+        if self._overlap is not None:
+            return self._overlapped_forward(model)
+        return self._planned_forward(model) if self.shapes else _NOTHING
+
+    @contextmanager
+    def _overlapped_forward(self, model: Any) -> Iterator[None]:
+        assert self._overlap is not None
+        with self._overlap.forward(), self._planned_forward(model) if self.shapes else _NOTHING:
+            yield
+
+    def _planned_forward(self, model: Any) -> Any:
         chunk = 0 if len(self._models) == 1 else self._chunk(model)
         number = self._microbatches.get(chunk, 0)
         self._microbatches[chunk] = number + 1
@@ -172,10 +199,12 @@ class Runtime:
         _end_if_terminated()
         if not self.in_step:
             return _NOTHING
-        if isinstance(entering, torch.Tensor):
-            assert self.shapes is not None
-            if self.shapes.meet(entering.numel() * entering.itemsize):
-                self._order(self.manager.change_plan)
+        if self._overlap and isinstance(entering, torch.Tensor):
+            self._overlap.layer(entering)
+        if not self.shapes:
+            return _NOTHING
+        if isinstance(entering, torch.Tensor) and self.shapes.meet(entering.numel() * entering.itemsize):
+            self._order(self.manager.change_plan)
         return self.manager.layer(number)
 
     def call(
@@ -194,7 +223,10 @@ class Runtime:
         _end_if_terminated()
         if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
             self._in_optimizer = True
-            self.manager.enter_optimizer()
+            if self.shapes:
+                self.manager.enter_optimizer()
+            if self._overlap:
+                self._overlap.optimizer()
 
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)
@@ -204,9 +236,22 @@ class Runtime:
         if self._virtual is None:
             assert self._options.virtual_optimizer is not None
             self._virtual = VirtualOptimizer(
-                self._options.virtual_optimizer, self._accelerator, self.pool, stage, stages
-            )
+                self._options.virtual_optimizer, self._accelerator, self.pool, stage, stages,
+                self.manager if self._options.plans else None,
+            )  # fmt: skip
         return self._virtual
+
+    def overlap(self, overlap: Overlap | None) -> None:
+        """The virtual optimizer has found its place. Only where it can be told to give memory up do its copies overlap
+        with the rest of the step."""
+        if overlap is None:
+            return
+        if self.shapes:
+            self._guard.spare = overlap.give_up
+            told = not self._guard.ahead
+        else:
+            told = _may_hook() and self._accelerator.on_pressure(lambda nbytes, attempt: overlap.give_up() > 0)
+        self._overlap = overlap if told else None
 
     # ---- the rest
     def _cache_key(self, capacity_bytes: int) -> dict[str, object]:
@@ -270,6 +315,10 @@ class Runtime:
             self.manager.close()
         self.pool.close()
         self._accelerator.close()
+
+
+def _may_hook() -> bool:
+    return os.environ.get(HOOK_VARIABLE, "1") != "0"
 
 
 def _rank_file(path: str) -> Path:

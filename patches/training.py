@@ -21,14 +21,16 @@ def _train_step(original: Any) -> Any:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        once()
-        runtime.get().manager.calls.random = random
+        running = runtime.get()
         given = signature.bind(*args, **kwargs).arguments
         models = given["model"] if isinstance(given["model"], list) else [given["model"]]
-        fine = runtime.get().fine
+        if running.shapes is not None:
+            once()
+            running.manager.calls.random = random
+        fine = running.fine
         if fine is not None and fine.parts is None:
             fine.meet(layer_names(models), parallel_state.get_pipeline_model_parallel_rank())
-        with runtime.get().step(models, given["optimizer"], get_num_microbatches()):
+        with running.step(models, given["optimizer"], get_num_microbatches()):
             return original(*args, **kwargs)
 
     return train_step

@@ -7,6 +7,8 @@ an interval between two points has needed recently.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mindspeed_swap.core.accelerator.base import Interval
 from mindspeed_swap.core.swap_manager import SwapManager
 
@@ -21,6 +23,7 @@ class OomGuard:
     def __init__(self, manager: SwapManager, *, hook: bool = True) -> None:
         """``hook=False`` forces evicting ahead."""
         self._manager = manager
+        self.spare: Callable[[], int] | None = None  # gives up what nothing depends on, before anything is evicted
         self._accelerator = manager.accelerator
         self._recent_bytes = 0
         self._age = 0
@@ -32,6 +35,8 @@ class OomGuard:
     def _on_pressure(self, nbytes: int, attempt: int) -> bool:
         """The allocator is out of memory. True: something was freed, try again."""
         del attempt  # the allocator bounds them
+        if self.spare is not None and self.spare():
+            return True
         return self._manager.evict(nbytes) > 0
 
     def _evict_ahead(self, interval: Interval) -> None:

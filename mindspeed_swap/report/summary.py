@@ -20,7 +20,8 @@ tries              every plan that SearchPolicy ran: bytes, trouble (evictions, 
 stable             counters since Stable began
 swap_config        of --swap-config: lines about values that are too small or too large, and about what of the setting
                    had no effect. null: off
-virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved. null: off
+virtual_optimizer  of --virtual-optimizer: mode, pipeline stage, bytes asked for (null: all) and moved; of the last
+                   step, bytes that came in before the optimizer's step and that left after it. null: off
 host               budget, pinned and most used bytes of host memory for swapped tensors
 step               one recorded step, the one that ``trace.json`` shows: that of the try whose plan Stable runs; before
                    there is one, the last recorded. null before any step

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator
-from mindspeed_swap.core.host_pool import ALIGNMENT, HostPool
+from mindspeed_swap.core.host_pool import ALIGNMENT, HostBlock, HostPool
 from mindspeed_swap.virtual_optimizer.state import (
     MASTER,
     complete_state,
@@ -90,8 +90,10 @@ class Arena:
     def __init__(self, optimizer: Optimizer, units: list[Unit], accelerator: Accelerator, pool: HostPool) -> None:
         self.optimizer = optimizer
         self.units = units
+        self.before_write: Callable[[], None] = lambda: None  # to the host memory, from outside the step
         self.nbytes = arena_bytes(units)
         self._accelerator = accelerator
+        self._block: HostBlock | None = None
         # Flat uint8, what ``Accelerator.copy`` takes as host memory; kept until the process ends.
         self.host_bytes, map_host = self._new_memory(pool)
         at = 0
@@ -116,7 +118,15 @@ class Arena:
         elif (block := pool.alloc(self.nbytes)) is not None:
             self._block = block
             return block.tensor, self._accelerator.map_host
-        raise MemoryError(f"no {self.nbytes} bytes of host memory")
+        raise MemoryError(
+            f"no {self.nbytes} bytes of host memory: of {pool.budget_bytes} may be pinned, {pool.pinned_bytes} are, "
+            f"{pool.used_bytes} in use"
+        )
+
+    def give_back(self, pool: HostPool) -> None:
+        """The memory. Nobody may use the state after this, nor be using it."""
+        if self._block is not None:
+            pool.free(self._block)
 
     def units_of(self, parameter: torch.Tensor) -> Mapping[str, Unit]:
         return self._by_parameter.get(parameter, {})
@@ -130,6 +140,7 @@ class Arena:
             else:
                 found = self.optimizer.state[unit.parameter].get(unit.key)
             if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
+                self.before_write()
                 self._accelerator.write_mapped(unit.resting, found)
             self.rest(unit)
         for group in self.optimizer.param_groups:
@@ -164,6 +175,7 @@ class Arena:
         return {**state_dict, "state": states}, values
 
     def put_in(self, values: Iterable[tuple[Unit, torch.Tensor | None]]) -> None:
+        self.before_write()
         for unit, value in values:
             assert unit.resting is not None
             if value is None:

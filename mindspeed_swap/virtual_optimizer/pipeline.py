@@ -1,8 +1,15 @@
-"""Pipeline: slices of the arena pass through device buffers, one on its way in, one in work, one on its way out."""
+"""Pipeline: slices of the arena pass through device buffers: on their way in, in work, on their way out.
+
+Three buffers keep the link busy both ways during a step. Where the step around it has room (overlap.py), more slices
+come in before the step, and the last ones are still on their way out after it.
+"""
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -11,77 +18,184 @@ from mindspeed_swap.virtual_optimizer.slices import Slice
 from mindspeed_swap.virtual_optimizer.waits import Wait
 
 BUFFERS = 3
+# Slices that are there before they are wanted are stepped so many at once: each call of the optimizer takes the host a
+# third of a millisecond, half of what a slice takes the link.
+BATCH = 8
 
 Streams = tuple[Stream, Stream]  # for copies in, for copies out
 
 
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """``stream``: whose memory it is. ``event``: behind its last copy."""
+
+    memory: torch.Tensor
+    stream: Stream
+    event: Event = None
+
+
 class Pipeline:
-    """``host``: the arena, flat uint8, registered."""
+    """``host``: the arena, flat uint8, registered. ``slices``: of it, in the order in which they are stepped.
+
+    Note: [Giving buffers up]
+    An allocation may run the pressure handler, in any thread, which calls ``give_up``. The lock is held while the
+    queues change, and while a buffer is allocated for them: then nothing is given up.
+    """
 
     def __init__(
-        self, host: torch.Tensor, accelerator: Accelerator, streams: Streams, skip_waits: frozenset[Wait] = frozenset()
+        self,
+        host: torch.Tensor,
+        slices: list[Slice],
+        accelerator: Accelerator,
+        streams: Streams,
+        skip_waits: frozenset[Wait] = frozenset(),
     ) -> None:
+        self.slice_bytes = max((each.nbytes for each in slices), default=0)  # of a buffer
+        self.early_bytes = self.late_bytes = 0  # of the last step: in before it began, not yet out at its end
         self._host = host
+        self._slices = slices
         self._accelerator = accelerator
         self._h2d, self._d2h = streams
         self._skip_waits = skip_waits
-        self._slices: list[Slice] = []
-        self._buffers: list[torch.Tensor] = []
-        self._loaded: list[Event] = []  # of each slice so far
-        self._stored: list[Event | None] = []  # of each buffer: its last copy out
-        self._done = 0  # slices
+        self._next = 0  # the slice that is stepped next
+        self._in: deque[_Buffer] = deque()  # of the next slices
+        self._out: deque[_Buffer] = deque()
+        self._lock = threading.Lock()
 
+    @property
+    def held_bytes(self) -> int:
+        return (len(self._in) + len(self._out)) * self.slice_bytes
+
+    @property
+    def wants_more(self) -> bool:
+        return self._next + len(self._in) < len(self._slices)
+
+    @property
+    def next_buffer_bytes(self) -> int:
+        """What ``load_ahead`` would allocate: nothing while there is a buffer on its way out, which it takes."""
+        return 0 if self._out else self.slice_bytes
+
+    # ---- the step
     @contextmanager
-    def running(self, slices: list[Slice]) -> Iterator[None]:
-        """Allocates the buffers and begins to load. At the end all is in host memory, in the order of the compute
-        stream. Raises torch.OutOfMemoryError."""
-        self._slices, self._loaded, self._done = slices, [], 0
-        count = min(BUFFERS, len(slices))
-        nbytes = max((each.nbytes for each in slices), default=0)
-        self._stored = [None] * count
+    def running(self, may_keep: Callable[[], int]) -> Iterator[None]:
+        """Around the step. At the end all is in host memory in the order of the compute stream, but for what is still
+        on its way out of buffers of ``may_keep()`` bytes. Raises torch.OutOfMemoryError."""
+        kept = 0
         try:
-            self._buffers = [self._accelerator.empty(nbytes) for _ in range(count)]
-            if slices:
-                compute = self._accelerator.compute_stream()
-                self._wait(Wait.LOAD_AFTER_COMPUTE, self._h2d, self._accelerator.record(compute))
-            self._load_ahead()
+            with self._lock:
+                self.early_bytes = sum(each.nbytes for each in self._slices[: len(self._in)])
+                while self.wants_more and (self._out or len(self._in) < BUFFERS):
+                    self._load(self._out_or_new_buffer())
             yield
+            kept = may_keep()
         finally:
-            compute = self._accelerator.compute_stream()
-            for event in (*self._loaded[-count:], *self._stored):
-                if event is not None:
-                    self._wait(Wait.END_AFTER_STORE, compute, event)
-            self._buffers = []
+            with self._lock:
+                self._next = 0
+                self._drop_in(0)  # if the step has failed
+                self._shrink_out(kept)
+                self.late_bytes = self.held_bytes
+
+    def batch(self, slices: list[Slice]) -> int:
+        """How many of the next slices to step at once."""
+        return min(len(slices), BATCH, max(1, len(self._in) // BUFFERS))
 
     @contextmanager
-    def on_device(self, each: Slice) -> Iterator[torch.Tensor]:
-        """The buffer that holds the next slice, in the order of the compute stream. It is stored if nothing is raised.
-
-        Slices come in the order given to ``running``.
-        """
-        assert self._slices[self._done] is each
+    def on_device(self, slices: list[Slice]) -> Iterator[list[torch.Tensor]]:
+        """The buffers that hold the next slices, in the order of the compute stream. They are stored if nothing is
+        raised."""
+        assert self._slices[self._next] is slices[0]
         accelerator, compute = self._accelerator, self._accelerator.compute_stream()
-        at = self._done % len(self._buffers)
-        self._wait(Wait.STEP_AFTER_LOAD, compute, self._loaded[self._done])
-        yield self._buffers[at]
+        with self._lock:
+            while len(self._in) < len(slices):  # some were given up
+                self._load(self._out_or_new_buffer())
+            buffers = [self._in.popleft() for _ in slices]
+            self._next += len(slices)
+        self._wait(Wait.STEP_AFTER_LOAD, compute, buffers[-1].event)  # copies in are in order
+        yield [buffer.memory for buffer in buffers]
         self._wait(Wait.STORE_AFTER_STEP, self._d2h, accelerator.record(compute))
-        for start, offset, nbytes in each.ranges:
-            accelerator.copy(self._host[start : start + nbytes], self._buffers[at][offset : offset + nbytes], self._d2h)
-        self._stored[at] = accelerator.record(self._d2h)
-        self._done += 1
-        self._load_ahead()
+        with self._lock:
+            for each, buffer in zip(slices, buffers, strict=True):
+                for start, offset, nbytes in each.ranges:
+                    target = self._host[start : start + nbytes]
+                    accelerator.copy(target, buffer.memory[offset : offset + nbytes], self._d2h)
+                buffer.event = accelerator.record(self._d2h)
+                self._out.append(buffer)
+            while self.wants_more and self._out:
+                self._load(self._out_or_new_buffer())
 
-    def _load_ahead(self) -> None:
-        """Queue copies in as far as there are buffers."""
-        while len(self._loaded) < min(self._done + len(self._buffers), len(self._slices)):
-            each, at = self._slices[len(self._loaded)], len(self._loaded) % len(self._buffers)
-            stored = self._stored[at]
-            if stored is not None:
-                self._wait(Wait.REFILL_AFTER_STORE, self._h2d, stored)
-            for start, offset, nbytes in each.ranges:
-                source = self._host[start : start + nbytes]
-                self._accelerator.copy(self._buffers[at][offset : offset + nbytes], source, self._h2d)
-            self._loaded.append(self._accelerator.record(self._h2d))
+    # ---- around the step
+    def load_ahead(self) -> bool:
+        """Begin to copy the next slice in. False: all are, or there is no memory.
+
+        A buffer that is still on its way out holds a slice of the step before, which left after the one that now comes
+        in: behind its copy out that one is in host memory.
+        """
+        with self._lock:
+            if not self.wants_more:
+                return False
+            try:
+                self._load(self._out_or_new_buffer())
+            except torch.OutOfMemoryError:
+                return False
+            return True
+
+    def drop_ahead(self) -> None:
+        with self._lock:
+            self._drop_in(0)
+
+    def shrink(self, most_bytes: int) -> None:
+        """Give up what has left. Then, until ``most_bytes`` are held: wait for what leaves, and drop what came in."""
+        with self._lock:
+            while self._out and self._accelerator.done(self._out[0].event):
+                self._out.popleft()
+            self._shrink_out(most_bytes - len(self._in) * self.slice_bytes)
+            self._drop_in(most_bytes)
+
+    def give_up(self) -> int:
+        """Under memory pressure. Returns the bytes."""
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            held = self.held_bytes
+            self._shrink_out(0)
+            self._drop_in(0)
+            return held
+        finally:
+            self._lock.release()
+
+    # ---- below: lock held
+    def _shrink_out(self, most_bytes: int) -> None:
+        while self._out and len(self._out) * self.slice_bytes > most_bytes:
+            buffer = self._out.popleft()
+            self._wait_to_free(Wait.END_AFTER_STORE, buffer)
+
+    def _drop_in(self, most_bytes: int) -> None:
+        while self._in and len(self._in) * self.slice_bytes > most_bytes:
+            self._wait_to_free(Wait.DROP_AFTER_LOAD, self._in.pop())
+
+    def _wait_to_free(self, wait: Wait, buffer: _Buffer) -> None:
+        compute = self._accelerator.compute_stream()
+        for stream in (buffer.stream,) if buffer.stream == compute else (buffer.stream, compute):
+            self._wait(wait, stream, buffer.event)
+
+    def _out_or_new_buffer(self) -> _Buffer:
+        if not self._out:
+            return self._new_buffer()
+        buffer = self._out.popleft()
+        self._wait(Wait.REFILL_AFTER_STORE, self._h2d, buffer.event)
+        return buffer
+
+    def _new_buffer(self) -> _Buffer:
+        buffer = _Buffer(self._accelerator.empty(self.slice_bytes), self._accelerator.compute_stream())
+        self._wait(Wait.LOAD_AFTER_COMPUTE, self._h2d, self._accelerator.record(buffer.stream))
+        return buffer
+
+    def _load(self, buffer: _Buffer) -> None:
+        for start, offset, nbytes in self._slices[self._next + len(self._in)].ranges:
+            source = self._host[start : start + nbytes]
+            self._accelerator.copy(buffer.memory[offset : offset + nbytes], source, self._h2d)
+        buffer.event = self._accelerator.record(self._h2d)
+        self._in.append(buffer)
 
     def _wait(self, wait: Wait, stream: Stream, event: Event) -> None:
         if wait not in self._skip_waits:

@@ -1,12 +1,17 @@
-"""The optimizer's own step, slice by slice, with the state passing through three device buffers.
+"""The optimizer's own step, slice by slice, with the state passing through device buffers.
 
 While one slice is stepped the next is copied in and the last one out. To the optimizer it is its own ``step`` with
 fewer parameters: the group's list is replaced meanwhile, the group's step count put back in between, and hooks fire
 once around all of it.
+
+Note: [Who looks into the state]
+Between steps slices may be on their way (overlap.py). ``optimizer.state`` tells when it is looked into, and before that
+all of them come to rest. A tensor of the state that somebody has kept from before the step does not.
 """
 from __future__ import annotations
 
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -33,7 +38,7 @@ Optimizer = torch.optim.Optimizer
 
 
 class Streamed:
-    """Replaces ``step`` of the arena's optimizer until ``remove``."""
+    """Replaces ``step`` of the arena's optimizer."""
 
     def __init__(
         self,
@@ -47,13 +52,29 @@ class Streamed:
         self._optimizer = arena.optimizer
         limit = max(SMALLEST_SLICE_BYTES, min(SLICE_BYTES, arena.nbytes // SLICE_SHARE))
         self._slices = cut(arena, slice_bytes or limit)
-        self._pipeline = Pipeline(arena.host_bytes, accelerator, streams, skip_waits)
+        flat = [each for slices in self._slices for each in slices]
+        self.pipeline = Pipeline(arena.host_bytes, flat, accelerator, streams, skip_waits)
+        # Main parameters are read right after the step, to make the model's.
+        self._all_leave = any(unit.key == MASTER for unit in arena.units)
+        self.may_keep: Callable[[], int] = lambda: 0  # bytes of buffers, after the step
+        self._in_step = False
+        arena.before_write = self._before_write
+        self._watch_state()
         self._own_step = _without_hooks(type(self._optimizer).step)
         # On the instance and as a bound method, as torch's schedulers do it.
         self._optimizer.step = types.MethodType(self._with_hooks(), self._optimizer)  # type: ignore[method-assign]
 
-    def remove(self) -> None:
-        vars(self._optimizer).pop("step", None)
+    def _looked_into(self) -> None:
+        if not self._in_step:
+            self.pipeline.shrink(0)
+
+    def _before_write(self) -> None:
+        self.pipeline.shrink(0)
+        self._watch_state()  # a load has put another in its place
+
+    def _watch_state(self) -> None:
+        if not isinstance(self._optimizer.state, _WatchedState):
+            self._optimizer.state = _WatchedState(self._optimizer.state, self._looked_into)
 
     def _with_hooks(self) -> Callable:
         def step(optimizer: Optimizer, closure: Callable | None = None) -> Any:
@@ -70,43 +91,49 @@ class Streamed:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._arena.adopt()  # somebody may have made state since
         groups = self._optimizer.param_groups
+        self._in_step = True
+        self._watch_state()
         try:
-            with self._pipeline.running([each for slices in self._slices for each in slices]):
+            self._arena.adopt()  # somebody may have made state since
+            with self.pipeline.running(lambda: 0 if self._all_leave else self.may_keep()):
                 for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
         finally:
             self._optimizer.param_groups = groups
+            self._in_step = False
         return loss
 
     def _step_group(self, group: dict[str, Any], slices: list[Slice]) -> None:
         parameters = group["params"]
         moved = {id(piece.parameter) for each in slices for piece in each.pieces}
         stay = [parameter for parameter in parameters if id(parameter) not in moved]
-        count = _StepCount(group)
+        steps = _StepCount(group)
         self._optimizer.param_groups = [group]
         try:
             if stay or not slices:  # first: meanwhile the first slices are on their way
                 group["params"] = stay
                 self._own_step(self._optimizer)
-            for each in slices:
-                with self._pipeline.on_device(each) as buffer, self._in_place(each, buffer) as group["params"]:
-                    count.put_back()
+            while slices:
+                count = self.pipeline.batch(slices)
+                batch, slices = slices[:count], slices[count:]
+                with self.pipeline.on_device(batch) as buffers, self._in_place(batch, buffers) as group["params"]:
+                    steps.put_back()
                     self._own_step(self._optimizer)
         finally:
             group["params"] = parameters
 
     # ---- what the optimizer sees
     @contextmanager
-    def _in_place(self, each: Slice, buffer: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """The slice's parameters with their state in the buffer; at the end it is at rest again."""
+    def _in_place(self, slices: list[Slice], buffers: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """The slices' parameters with their state in the buffers; at the end it is at rest again."""
         parts: list[tuple[Piece, torch.Tensor]] = []
         try:
             # One without a gradient is not updated: it does not take part.
-            for piece in each.pieces:
-                if piece.parameter.grad is not None:
-                    parts.append((piece, self._enter(piece, buffer)))
+            for each, buffer in zip(slices, buffers, strict=True):
+                for piece in each.pieces:
+                    if piece.parameter.grad is not None:
+                        parts.append((piece, self._enter(piece, buffer)))
             yield [shown for _, shown in parts]
         finally:
             for piece, shown in parts:
@@ -157,6 +184,42 @@ class Streamed:
                     old.copy_(value)  # the step: counted once for all pieces
         for unit in self._arena.units_of(parameter).values():
             self._arena.rest(unit)
+
+
+class _WatchedState(defaultdict):
+    """``optimizer.state`` that tells before an entry is looked at. Copies and pickles are plain ones."""
+
+    def __init__(self, state: Any, before: Callable[[], None]) -> None:
+        super().__init__(dict, state)
+        self._before = before
+
+    def __getitem__(self, key: Any) -> Any:
+        self._before()
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._before()
+        return super().get(key, default)
+
+    def pop(self, *args: Any) -> Any:
+        self._before()
+        return super().pop(*args)
+
+    def items(self) -> Any:
+        self._before()
+        return super().items()
+
+    def values(self) -> Any:
+        self._before()
+        return super().values()
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self.items()))
 
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

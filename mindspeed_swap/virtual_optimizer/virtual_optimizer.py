@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator
 from mindspeed_swap.core.host_pool import HostPool
+from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.units import GIB, format_bytes
@@ -23,28 +24,37 @@ from mindspeed_swap.virtual_optimizer.arena import (
     choose,
     moment_bytes,
 )
+from mindspeed_swap.virtual_optimizer.overlap import Overlap
 from mindspeed_swap.virtual_optimizer.state import MASTER, is_adam, own_steps
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
 from mindspeed_swap.virtual_optimizer.swap_tensor import is_out_of_reach, to_host
+from mindspeed_swap.virtual_optimizer.trial import PARAMETER_BYTES, step_ms
 
 Optimizer = torch.optim.Optimizer
 
 
 class VirtualOptimizer:
     def __init__(
-        self, options: VirtualOptions, accelerator: Accelerator, pool: HostPool, stage: int = 0, stages: int = 1
+        self,
+        options: VirtualOptions,
+        accelerator: Accelerator,
+        pool: HostPool,
+        stage: int = 0,
+        stages: int = 1,
+        manager: SwapManager | None = None,
     ) -> None:
+        """``manager``: of saved tensors, if they move too."""
         self._amount = options.amounts[stage]
         self._place = f"stage {stage} of {stages}"
         self._master = options.master
         self._accelerator = accelerator
         self._pool = pool
-        # Streamed is the faster one for every kernel measured (GPU, 268 M parameters: 45 ms; mapped 52 ms with fused
-        # kernels, 123 ms with foreach), so ``auto`` takes it, except where copies of such memory are kernels too.
-        best = "mapped" if accelerator.kernels_use_host_memory_best else "streamed"
-        self._mode = best if options.mode == "auto" else options.mode
+        self._manager = manager
+        self._mode = options.mode
+        self._why = ""
         self._arenas: list[Arena] = []
         self._streamed: list[Streamed] = []
+        self.overlap: Overlap | None = None  # with the step around the optimizer's, if anything is streamed
         self._shared_step_said = False
 
     def attach(self, optimizers: Sequence[Optimizer], masters: Iterable[torch.Tensor] = ()) -> None:
@@ -69,6 +79,8 @@ class VirtualOptimizer:
         if amount is not None and not any(units for _, units in chosen):
             self._check_too_small(optimizers)
         chosen = self._within_budget(chosen)
+        if self._mode == "auto":
+            self._mode = self._better_mode([optimizer for optimizer, units in chosen if units])
         streams = (self._accelerator.new_stream(), self._accelerator.new_stream())
         for optimizer, units in chosen:
             arena = self._placed(optimizer, units)
@@ -76,7 +88,23 @@ class VirtualOptimizer:
             self._keep_through_load(arena)
             if self._mode == "streamed" and units:
                 self._streamed.append(Streamed(arena, self._accelerator, streams))
+        if self._streamed:
+            self.overlap = Overlap(self._accelerator, [each.pipeline for each in self._streamed], self._manager)
+            for each in self._streamed:
+                each.may_keep = self.overlap.may_keep
         self._say()
+
+    def _better_mode(self, optimizers: Sequence[Optimizer]) -> str:
+        """Streamed was the faster one for every kernel measured (GPU, 268 M parameters: 45 ms; mapped 52 ms with fused
+        kernels, 123 ms with foreach), but a link that the device's caches keep coherent could be another thing."""
+        best = self._accelerator.kernels_use_host_memory_best
+        if best is None and optimizers:
+            took = step_ms(optimizers[0], self._accelerator, self._pool)
+            if took is not None:
+                figures = f"streamed {took['streamed']:.1f} ms, mapped {took['mapped']:.1f} ms"
+                self._why = f": a step of {format_bytes(PARAMETER_BYTES)} of parameters {figures}"
+                best = took["mapped"] < took["streamed"]
+        return "mapped" if best else "streamed"
 
     def _check_too_small(self, optimizers: Sequence[Optimizer]) -> None:
         """An amount above 0 that moves nothing where there is something to move: said, never silent."""
@@ -136,8 +164,8 @@ class VirtualOptimizer:
     def _say(self) -> None:
         master = f" and {format_bytes(self.master_bytes)} of main parameters" if self.master_bytes else ""
         say(
-            f"virtual optimizer: {format_bytes(self.moments_bytes)} of moments{master} in host memory ({self._mode}), "
-            f"{self._place}",
+            f"virtual optimizer: {format_bytes(self.moments_bytes)} of moments{master} in host memory "
+            f"({self._mode}{self._why}), {self._place}",
             every_rank=True,
         )
 
@@ -149,6 +177,8 @@ class VirtualOptimizer:
             "amount_bytes": self._amount,
             "moments_bytes": self.moments_bytes,
             "master_bytes": self.master_bytes,
+            "came_early_bytes": sum(each.pipeline.early_bytes for each in self._streamed),
+            "left_late_bytes": sum(each.pipeline.late_bytes for each in self._streamed),
         }
 
     def adopt(self) -> None:

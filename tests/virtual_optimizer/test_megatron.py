@@ -39,9 +39,21 @@ def test_one_rank(plain, folder, flags):
     assert plain.static_bytes() - run.static_bytes() == pytest.approx(moved, abs=NOISE)
     assert run.summaries[0]["host"]["peak_used_bytes"] >= moved
     assert len(run.lines) == 1 and run.lines[0].endswith(", stage 0 of 1")
-    if not flags:  # the optimizer's own peak is lower too
+    if flags:
+        assert figures["came_early_bytes"] == figures["left_late_bytes"] == 0
+    else:
+        assert min(figures["came_early_bytes"], figures["left_late_bytes"]) > 0.5 * moved
+        # The optimizer's own peak is lower too.
         peaks = [each.ranks[0]["steps"][-1]["peak_bytes"] for each in (plain, run)]
         assert peaks[0] - peaks[1] > 0.7 * moved
+
+
+def test_without_the_allocators_hook_nothing_overlaps(plain, folder):
+    """Nobody would tell when an allocation fails."""
+    run = trained(folder / "no-hook", "--virtual-optimizer", "all", MINDSPEED_SWAP_OOM_HOOK="0")
+    figures = run.summaries[0]["virtual_optimizer"]
+    assert run.hashes == plain.hashes
+    assert figures["came_early_bytes"] == figures["left_late_bytes"] == 0
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])

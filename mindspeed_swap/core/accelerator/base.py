@@ -40,8 +40,9 @@ class Accelerator(ABC):
     """One device of this process."""
 
     name: str
-    # How an optimizer had best use state in host memory: by its kernels where it is, or streamed through the device.
-    kernels_use_host_memory_best = False
+    # How an optimizer had best use state in host memory: by its kernels where it is, or (False) streamed through the
+    # device. None: it depends, and is to be measured.
+    kernels_use_host_memory_best: bool | None = None
     # Tensors over host memory come from ``swapped_memory``, not from ``map_host``.
     has_swapped_memory = False
 

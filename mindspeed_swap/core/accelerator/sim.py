@@ -29,6 +29,7 @@ class SimAccelerator(Accelerator):
     """Installs the simulated device if that has not been done. There is one per process: instances share it."""
 
     name = "sim"
+    kernels_use_host_memory_best = False  # they use it as fast as memory here, which no device does
 
     def __init__(self) -> None:
         device.install()

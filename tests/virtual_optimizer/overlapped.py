@@ -1,0 +1,75 @@
+"""A model of a few layers whose steps the virtual optimizer overlaps with, as Megatron's patches have it."""
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from adams import MAKES
+from simulated import new_pool
+
+from mindspeed_swap.units import MIB
+from mindspeed_swap.virtual_optimizer.arena import Arena, choose
+from mindspeed_swap.virtual_optimizer.overlap import Overlap
+from mindspeed_swap.virtual_optimizer.streamed import Streamed
+
+LAYERS, WIDTH, ROWS = 6, 128, 512  # 256 KiB of activations per layer, 128 KiB of state
+MICROBATCHES = 2
+
+
+class Training:
+    """``overlaps`` None: the plain optimizer. ``layer_seconds``: what a layer takes longer, each way."""
+
+    def __init__(
+        self,
+        accelerator: Any,
+        overlaps: bool | None,
+        make: str = "adamw-fused",
+        skip: Any = frozenset(),
+        layer_seconds: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        random = torch.Generator().manual_seed(1)
+        self.weights = [
+            torch.nn.Parameter((torch.randn(WIDTH, WIDTH, generator=random) / 11).to(device, copy=True))
+            for _ in range(LAYERS)
+        ]
+        self.input = torch.randn(ROWS, WIDTH, generator=random).to(device, copy=True).requires_grad_()
+        self.optimizer = MAKES[make]([{"params": self.weights, "lr": 1e-2}])
+        self.active = bool(overlaps)
+        self.overlap: Overlap | None = None
+        self._seconds = layer_seconds
+        if overlaps is not None:
+            arena = Arena(
+                self.optimizer, choose(self.optimizer, accelerator, None), accelerator, new_pool(accelerator, 64 * MIB)
+            )
+            streams = (accelerator.new_stream(), accelerator.new_stream())
+            self.streamed = Streamed(arena, accelerator, streams, slice_bytes=64 << 10, skip_waits=skip)
+            self.pipeline = self.streamed.pipeline
+            self.overlap = Overlap(accelerator, [self.pipeline])
+            self.streamed.may_keep = self.overlap.may_keep
+
+    def step(self, update: bool = True) -> None:
+        with self.overlap.step(self.active) if self.overlap else nullcontext():
+            for weight in self.weights:
+                weight.grad = None
+            for _ in range(MICROBATCHES):
+                with self.overlap.forward() if self.overlap else nullcontext():
+                    value = self.forward()
+                value.backward()
+            if self.overlap:
+                self.overlap.optimizer()
+            if update:
+                self.optimizer.step()
+
+    def forward(self) -> torch.Tensor:
+        value = self.input.detach().requires_grad_()
+        for weight in self.weights:
+            if self.overlap:
+                self.overlap.layer(value)
+            if self._seconds:
+                time.sleep(self._seconds)
+                value.register_hook(lambda gradient: time.sleep(self._seconds))
+            value = torch.tanh(value @ weight)
+        return value.square().sum()

@@ -1,0 +1,292 @@
+"""State comes in during the last backward and leaves during the next forward: same bits and memory, fewer waits."""
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import time
+
+import pytest
+import torch
+from adams import MAKES, differences, same
+from overlapped import LAYERS, WIDTH, Training
+
+from mindspeed_swap.core.accelerator.sim import COMPUTE
+from mindspeed_swap.sim import device
+from mindspeed_swap.virtual_optimizer.overlap import (
+    BACKWARD,
+    BEGIN,
+    END,
+    FORWARD,
+    OPTIMIZER,
+    Room,
+)
+from mindspeed_swap.virtual_optimizer.waits import Wait
+
+STATE_BYTES = 2 * LAYERS * WIDTH * WIDTH * 4
+SLOW = 0.01  # 10^9 bytes per second: the state takes 80 ms each way
+FAST = 0.0  # at once
+
+
+def trained(sim, overlaps, steps=4, **settings):
+    training = Training(sim, overlaps, **settings)
+    for _ in range(steps):
+        training.step()
+    return training
+
+
+@pytest.fixture
+def slow_link():
+    device.set_link(SLOW, SLOW)
+
+
+# ---- bits
+@pytest.mark.parametrize("make", MAKES)
+def test_same_bits(sim, slow_link, late_writes, make):
+    ours = trained(sim, True, make=make)
+    assert ours.pipeline.early_bytes > 0 and ours.pipeline.late_bytes > 0
+    assert differences(ours.optimizer, trained(sim, None, make=make).optimizer) == []
+
+
+def test_a_step_that_is_left_out(sim, slow_link, late_writes):
+    """Gradients that are not finite: what came in is of no use."""
+    ours, plain = trained(sim, True), trained(sim, None)
+    for training in (ours, plain):
+        training.step(update=False)
+    assert ours.pipeline.held_bytes == 0
+    for training in (ours, plain):
+        training.step()
+        training.step()
+    assert differences(ours.optimizer, plain.optimizer) == []
+
+
+def test_a_step_of_another_course(sim, slow_link, late_writes):
+    """A microbatch more, an error in the midst, a step without: all go on right, and without memory of ours."""
+    ours, plain = trained(sim, True), trained(sim, None)
+    assert ours.pipeline.held_bytes > 0
+    with pytest.raises(ArithmeticError), ours.overlap.step(True):
+        with ours.overlap.forward():
+            ours.forward().backward()
+        raise ArithmeticError
+    assert ours.pipeline.held_bytes == 0
+    with ours.overlap.step(True):
+        pass
+    for training in (ours, plain):
+        training.step()
+        training.step()
+    assert differences(ours.optimizer, plain.optimizer) == []
+
+
+# ---- who looks into the state
+LOOKS = {
+    "read": lambda optimizer, p: optimizer.state[p]["exp_avg"].clone(),
+    "get": lambda optimizer, p: optimizer.state.get(p)["exp_avg"].clone(),
+    "values": lambda optimizer, p: [entry["exp_avg"].clone() for entry in optimizer.state.values()][0],
+    "state_dict": lambda optimizer, p: optimizer.state_dict()["state"][0]["exp_avg"].clone(),
+    "copied": lambda optimizer, p: list(copy.copy(optimizer.state).values())[0]["exp_avg"].clone(),
+    "pickled": lambda optimizer, p: list(pickle.loads(pickle.dumps(optimizer.state)).values())[0]["exp_avg"].clone(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_finds_what_the_step_has_written(sim, look):
+    device.set_link(SLOW, FAST)
+    ours, plain = trained(sim, True), trained(sim, None)
+    assert ours.pipeline.late_bytes > 0
+    found = LOOKS[look](ours.optimizer, ours.weights[-1] if look in ("read", "get") else ours.weights[0])
+    expected = plain.optimizer.state[plain.weights[-1] if look in ("read", "get") else plain.weights[0]]["exp_avg"]
+    assert same(found, expected)
+    assert ours.pipeline.held_bytes == 0
+
+
+def test_what_is_changed_after_state_came_in_counts(sim, slow_link):
+    ours, plain = trained(sim, True), trained(sim, None)
+
+    def halve(optimizer, *args):
+        for entry in optimizer.state.values():
+            entry["exp_avg"].mul_(0.5)
+
+    for training in (ours, plain):
+        training.optimizer.register_step_pre_hook(halve)
+        training.step()
+    assert differences(ours.optimizer, plain.optimizer) == []
+
+
+def test_loaded_while_state_leaves(sim, slow_link):
+    source = trained(sim, None, steps=2)
+    file = io.BytesIO()
+    torch.save(source.optimizer.state_dict(), file)
+    ours, plain = trained(sim, True), trained(sim, None)
+    for training in (ours, plain):
+        file.seek(0)
+        training.optimizer.load_state_dict(torch.load(file))
+        if training is ours:
+            training.streamed._arena.adopt()
+        for _ in range(3):
+            training.step()
+    assert differences(ours.optimizer, plain.optimizer) == []
+
+
+# ---- memory
+def test_the_peak_does_not_rise(sim, slow_link):
+    peaks = {}
+    for overlaps in (False, True):
+        gc.collect()
+        base = device.memory_allocated()
+        training = trained(sim, overlaps)
+        device.reset_peak()
+        training.step()
+        training.step()
+        peaks[overlaps] = device.max_memory_allocated() - base
+        early, late = training.pipeline.early_bytes, training.pipeline.late_bytes
+        del training
+    assert peaks[True] <= peaks[False]
+    assert early == late == STATE_BYTES  # the activations are larger: all of it fits in what they leave
+
+
+def test_within_a_cap_where_nothing_else_would_fit(sim, slow_link):
+    gc.collect()
+    plain = trained(sim, False)
+    device.reset_peak()
+    plain.step()
+    cap = device.max_memory_allocated()
+    del plain
+    gc.collect()
+    before = device.stats()["pressure_calls"]
+    device.set_capacity(cap)
+    ours = trained(sim, True, steps=6)
+    assert ours.pipeline.early_bytes > 0
+    assert device.max_memory_allocated() <= cap
+    assert device.stats()["pressure_calls"] == before
+
+
+def test_memory_is_given_up_under_pressure(sim, slow_link, late_writes):
+    ours, plain = trained(sim, True), trained(sim, None)
+    held = ours.pipeline.held_bytes
+    assert held > 0
+    sim.on_pressure(lambda nbytes, attempt: ours.overlap.give_up() > 0)
+    device.set_capacity(device.memory_allocated() + held // 4)
+    large = torch.empty(held, dtype=torch.uint8)
+    assert ours.pipeline.held_bytes == 0
+    del large
+    device.set_capacity(64 << 30)
+    device.synchronize()
+
+    given_up = []
+
+    def want_memory(optimizer):  # in the step, with all that came ahead
+        if given_up:
+            return
+        given_up.append(ours.pipeline.held_bytes)
+        device.set_capacity(device.memory_allocated() + held // 4)
+        torch.empty(held // 2, dtype=torch.uint8)
+        device.set_capacity(64 << 30)
+
+    ours.step()
+    plain.step()
+    own_step = ours.streamed._own_step
+    ours.streamed._own_step = lambda optimizer: (want_memory(optimizer), own_step(optimizer))
+    ours.step()
+    plain.step()
+    assert given_up[0] > 0
+    assert differences(ours.optimizer, plain.optimizer) == []
+
+
+# ---- time
+def test_compute_waits_less(sim):
+    """Layers take long enough for all of the state to pass meanwhile."""
+
+    class Watching(type(sim)):
+        waited = 0.0
+
+        def wait(self, stream, event):
+            start = time.perf_counter()
+            super().wait(stream, event)
+            if stream == COMPUTE:
+                self.waited += time.perf_counter() - start
+
+    waited = {}
+    device.set_link(0.01, 0.01)  # 80 ms each way
+    for overlaps in (False, True):
+        accelerator = Watching()
+        training = trained(accelerator, overlaps, steps=3, layer_seconds=0.02)
+        accelerator.waited = 0.0
+        training.step()
+        training.step()
+        waited[overlaps] = accelerator.waited / 2
+    print(f"\ncompute waits {waited[False] * 1e3:.0f} ms per step without overlap, {waited[True] * 1e3:.0f} ms with it")
+    assert waited[True] < 0.5 * waited[False]
+
+
+# ---- waits
+LINKS = {Wait.STEP_AFTER_LOAD: (FAST, SLOW), Wait.END_AFTER_STORE: (SLOW, FAST), Wait.REFILL_AFTER_STORE: (SLOW, FAST)}
+
+
+@pytest.mark.parametrize("wait", LINKS, ids=lambda wait: wait.name)
+def test_each_wait_is_needed(sim, wait):
+    device.set_link(*LINKS[wait])
+    for skip in (frozenset(), frozenset({wait})):
+        before = device.stats()["freed_under_copy"]
+        ours, plain = Training(sim, True, skip=skip), Training(sim, None)
+        for _ in range(4):
+            ours.step()
+            plain.step()
+        right = not differences(ours.optimizer, plain.optimizer)
+        right = right and device.stats()["freed_under_copy"] == before
+        device.synchronize()
+        assert right == (not skip)
+
+
+@pytest.mark.parametrize("skip", [frozenset(), frozenset({Wait.DROP_AFTER_LOAD})], ids=["with", "without"])
+def test_what_came_in_for_nothing_is_given_up_after_the_copy(sim, skip):
+    ours = trained(sim, True, skip=skip)
+    device.set_link(FAST, SLOW / 10)
+    before = device.stats()["freed_under_copy"]
+    ours.step(update=False)
+    assert (device.stats()["freed_under_copy"] > before) == bool(skip)
+
+
+# ---- the room, in figures
+def learnt(peaks, margin=0):
+    room = Room(margin)
+    for _ in range(2):
+        room.begin()
+        for kind, peak in peaks:
+            room.point(kind)
+            room.peak(peak)
+    room.begin()
+    return room
+
+
+STEP = [(BEGIN, 50), (FORWARD, 80), (FORWARD, 100), (BACKWARD, 70), (BACKWARD, 60), (OPTIMIZER, 55), (END, 500)]
+
+
+@pytest.mark.parametrize(("margin", "ahead"), [(0, [0, 0, 0, 30, 40, 45]), (20, [0, 0, 0, 25, 25, 25])])
+def test_room_below_the_peak(margin, ahead):
+    room = learnt(STEP, margin)
+    free, found = [], []
+    for kind, _ in STEP[:-1]:
+        room.point(kind)
+        free.append(room.free_bytes)
+        found.append(room.ahead_bytes)
+    assert free == [50, 20, 0, 30, 40, 45]
+    assert found == ahead
+    room.point(END)
+    assert room.free_bytes == 0  # an evaluation took more there
+
+
+def test_no_room_is_known_once_the_order_differs():
+    room = learnt(STEP)
+    room.point(BEGIN)
+    room.point(BACKWARD)
+    room.point(FORWARD)
+    room.point(BACKWARD)
+    assert room.free_bytes == room.ahead_bytes == 0
+
+
+def test_no_room_in_the_first_step():
+    room = Room()
+    room.begin()
+    room.point(BEGIN)
+    assert room.free_bytes == room.ahead_bytes == 0
