@@ -180,7 +180,10 @@ def _ours(folder: Path, ranks: int, point: Point) -> dict[str, Any]:
             "recompute_ms": max((p["recompute_ms"] for p in predictions), default=None),
             "stall_ms": max((p["stall_ms"] for p in predictions), default=None),
             "stable": first["stable"],
-            "moments_bytes": max(((t["virtual_optimizer"] or {}).get("moments_bytes", 0) for t in told), default=0),
+            **{
+                name: max(((t["virtual_optimizer"] or {}).get(name, 0) for t in told), default=0)
+                for name in ("moments_bytes", "came_early_bytes", "left_late_bytes")
+            },
             "host_bytes": max(t["host"]["peak_used_bytes"] for t in told),
         }
     }

@@ -121,6 +121,16 @@ def test_moments(tmp_path):
     assert row.state == HELD and "bound 90.0 ms" in row.figure
 
 
+@pytest.mark.parametrize(("ours_ms", "state"), [(449.0, HELD), (460.0, SHORT)])
+def test_moments_against_the_optimizer_on_the_cpu(tmp_path, ours_ms, state):
+    """The cheaper of its two ways takes 100 ms more than plain."""
+    theirs = {"optimizer_cpu@1.0": 900.0, "optimizer_cpu@1.0@overlap": 500.0}
+    ours = record("C", "optimizer@all", ours_ms, swap=swap(None) | {"phase": "off", "moments_bytes": 3 * GIB})
+    records = [record("C", point, ms, group="theirs") for point, ms in theirs.items()]
+    write(tmp_path, [plain("C", 400.0), ours, *records])
+    assert states(tmp_path)["C: --virtual-optimizer all against --optimizer-cpu-offload"].state == state
+
+
 def test_host_time(tmp_path):
     told = {"tensors": 1000, "kept_us": 9.0, "swapped_us": 41.0, "step_ms": 100.0, "plain_step_ms": 100.0}
     write(tmp_path, [], host_overhead=told)

@@ -10,7 +10,7 @@ from adams import MAKES
 from simulated import new_pool
 
 from mindspeed_swap.units import MIB
-from mindspeed_swap.virtual_optimizer.arena import Arena, choose
+from mindspeed_swap.virtual_optimizer.arena import Arena, arena_bytes, choose
 from mindspeed_swap.virtual_optimizer.overlap import Overlap
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
 
@@ -29,23 +29,26 @@ class Training:
         skip: Any = frozenset(),
         layer_seconds: float = 0.0,
         device: str = "cpu",
+        layers: int = LAYERS,
+        width: int = WIDTH,
+        rows: int = ROWS,
+        slice_bytes: int | None = 64 << 10,
     ) -> None:
         random = torch.Generator().manual_seed(1)
         self.weights = [
-            torch.nn.Parameter((torch.randn(WIDTH, WIDTH, generator=random) / 11).to(device, copy=True))
-            for _ in range(LAYERS)
+            torch.nn.Parameter((torch.randn(width, width, generator=random) / width**0.5).to(device, copy=True))
+            for _ in range(layers)
         ]
-        self.input = torch.randn(ROWS, WIDTH, generator=random).to(device, copy=True).requires_grad_()
+        self.input = torch.randn(rows, width, generator=random).to(device, copy=True)
         self.optimizer = MAKES[make]([{"params": self.weights, "lr": 1e-2}])
         self.active = bool(overlaps)
         self.overlap: Overlap | None = None
         self._seconds = layer_seconds
         if overlaps is not None:
-            arena = Arena(
-                self.optimizer, choose(self.optimizer, accelerator, None), accelerator, new_pool(accelerator, 64 * MIB)
-            )
+            units = choose(self.optimizer, accelerator, None)
+            arena = Arena(self.optimizer, units, accelerator, new_pool(accelerator, 16 * MIB + 2 * arena_bytes(units)))
             streams = (accelerator.new_stream(), accelerator.new_stream())
-            self.streamed = Streamed(arena, accelerator, streams, slice_bytes=64 << 10, skip_waits=skip)
+            self.streamed = Streamed(arena, accelerator, streams, slice_bytes=slice_bytes, skip_waits=skip)
             self.pipeline = self.streamed.pipeline
             self.overlap = Overlap(accelerator, [self.pipeline])
             self.streamed.may_keep = self.overlap.may_keep

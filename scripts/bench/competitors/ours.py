@@ -20,6 +20,8 @@ def points(context: Context) -> list[Point]:
     if "optimizer" in context.workload.features:
         amounts = {"3": OPTIMIZER[context.device], "all": "all"}
         found += [Point(f"optimizer@{n}", GROUP, ("--virtual-optimizer", x)) for n, x in amounts.items()]
+        both = ("--virtual-optimizer", "all", FEATURES["swap"])
+        found.append(Point("optimizer@all@swap", GROUP, both, warm_up_steps=SEARCH_STEPS))
     plain, known = context.peak(PLAIN), context.known.get(PLAIN)
     if plain is None or known is None:
         return found
