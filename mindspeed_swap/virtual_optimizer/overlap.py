@@ -134,11 +134,11 @@ class Overlap:
     def optimizer(self) -> None:
         self._point(OPTIMIZER)
 
-    def may_keep(self) -> int:
-        """Bytes of buffers that may still be on their way out when an optimizer's step ends."""
+    def may_keep(self, pipeline: Pipeline) -> int:
+        """Bytes of its buffers that may still be on their way out when its optimizer's step ends."""
         if not self._active or (self._manager and self._manager.stats.offloaded_bytes):
             return 0
-        return self._room.free_bytes
+        return max(0, self._room.free_bytes - (self._held - pipeline.held_bytes))
 
     # ---- called at any time
     def settle(self) -> None:
@@ -147,8 +147,11 @@ class Overlap:
             pipeline.shrink(0)
 
     def give_up(self) -> int:
-        """For the allocator, when it has no memory left. Returns the bytes."""
-        return sum(pipeline.give_up() for pipeline in self._pipelines)
+        """For the allocator, when it has no memory left: what was learnt does not hold. Returns the bytes."""
+        freed = sum(pipeline.give_up() for pipeline in self._pipelines)
+        if freed:
+            self._room.forget()
+        return freed
 
     # ---- points
     def _forget(self) -> None:
@@ -175,8 +178,7 @@ class Overlap:
 
     def _shrink(self, most_bytes: int) -> None:
         for pipeline in self._pipelines:
-            others = self._held - pipeline.held_bytes
-            pipeline.shrink(max(0, most_bytes - others))
+            pipeline.shrink(max(0, most_bytes - (self._held - pipeline.held_bytes)))
 
     def _load_ahead(self, most_bytes: int) -> None:
         if self._manager and (self._manager.bytes_in[State.HOST] or self._manager.bytes_in[State.RETURNING]):

@@ -6,6 +6,7 @@ link, where it is. *streamed*: it passes through device buffers around the step,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class VirtualOptimizer:
         if self._streamed:
             self.overlap = Overlap(self._accelerator, [each.pipeline for each in self._streamed], self._manager)
             for each in self._streamed:
-                each.may_keep = self.overlap.may_keep
+                each.may_keep = partial(self.overlap.may_keep, each.pipeline)
         self._say()
 
     def _better_mode(self, optimizers: Sequence[Optimizer]) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Training:
         ]
         self.input = torch.randn(rows, width, generator=random).to(device, copy=True)
         self.optimizer = MAKES[make]([{"params": self.weights, "lr": 1e-2}])
+        self.optimizers = [self.optimizer]
         self.active = bool(overlaps)
         self.overlap: Overlap | None = None
         self._seconds = layer_seconds
@@ -51,9 +53,10 @@ class Training:
             self.streamed = Streamed(arena, accelerator, streams, slice_bytes=slice_bytes, skip_waits=skip)
             self.pipeline = self.streamed.pipeline
             self.overlap = Overlap(accelerator, [self.pipeline])
-            self.streamed.may_keep = self.overlap.may_keep
+            self.streamed.may_keep = partial(self.overlap.may_keep, self.pipeline)
 
     def step(self, update: bool = True) -> None:
+        """``update`` False: the optimizer's step is left out."""
         with self.overlap.step(self.active) if self.overlap else nullcontext():
             for weight in self.weights:
                 weight.grad = None
@@ -63,8 +66,8 @@ class Training:
                 value.backward()
             if self.overlap:
                 self.overlap.optimizer()
-            if update:
-                self.optimizer.step()
+            for optimizer in self.optimizers if update else ():
+                optimizer.step()
 
     def forward(self) -> torch.Tensor:
         value = self.input.detach().requires_grad_()
