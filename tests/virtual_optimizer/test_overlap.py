@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from mindspeed_swap.virtual_optimizer.overlap import (
     END,
     FORWARD,
     OPTIMIZER,
+    Overlap,
     Room,
 )
 from mindspeed_swap.virtual_optimizer.waits import Wait
@@ -103,6 +105,13 @@ def test_two_optimizers_share_the_room(sim, slow_link, late_writes):
     assert min(figures["came_early_bytes"], figures["left_late_bytes"]) > STATE_BYTES // 2
     assert overlapped_peak <= peak
     assert all(differences(a, b) == [] for a, b in zip(ours, plain, strict=True))
+
+
+def test_what_one_optimizer_keeps_the_other_may_not(sim):
+    first, second = (SimpleNamespace(held_bytes=held, slice_bytes=0) for held in (30, 10))
+    overlap = Overlap(sim, [first, second])
+    overlap._room, overlap._active = SimpleNamespace(free_bytes=50), True
+    assert (overlap.may_keep(first), overlap.may_keep(second)) == (40, 20)
 
 
 # ---- who looks into the state
