@@ -39,7 +39,7 @@ setup(
         "megatron": ["megatron-core>=0.17,<0.20; python_version>='3.12'", "psutil"],
         "npu": ["torch_npu"],
         "report": ["matplotlib"],
-        "test": ["pytest", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy"],
+        "test": ["pytest", "pytest-cov", "pytest-xdist", "hypothesis", "scipy", "ruff", "mypy"],
     },
     entry_points={"console_scripts": ["mindspeed-swap = mindspeed_swap.cli:main"]},
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],

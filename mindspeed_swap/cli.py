@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.version import __version__
@@ -35,13 +36,22 @@ def versions() -> str:
     # NVIDIA's apex is built from source; the "apex" of PyPI is something else, so its version would say nothing.
     lines["apex (multi_tensor kernels)"] = "present" if find_spec("amp_C") else "not installed"
     lines |= {name: os.environ.get(name, "not set") for name in _ENVIRONMENT}
+    lines["ready configs"] = _configs()
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
+def _configs() -> str:
+    """Where the ready files for --swap-policy-config and --swap-config are: in the package if it was installed by pip,
+    at the root of a checkout otherwise."""
+    package = Path(__file__).resolve().parent
+    return str(next((path for path in (package / "configs", package.parent / "configs") if path.is_dir()), "not found"))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindspeed-swap", description="A memory hierarchy for Megatron training.")
-    parser.add_argument("--version", action="store_true", help="versions and settings, for a bug report")
+    told = "versions and settings, for a bug report; where the ready configs are"
+    parser.add_argument("--version", action="store_true", help=told)
     parser.set_defaults(run=None)
     # A command has a parser here with set_defaults(run=function of the parsed arguments -> exit code).
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")

@@ -12,8 +12,9 @@ cores="$(env -u OMP_NUM_THREADS nproc)" # nproc believes that variable
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 parallel=()
 case "${*#--full}" in
-    # Everything: files side by side, each with its share of the cores. A selection runs in order, in one process.
-    "" | " ") parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadgroup) ;;
+    # Everything: files side by side, each with its share of the cores, and the branch coverage of the core by its own
+    # tests, which must be what pyproject.toml says. A selection runs in order, in one process, without.
+    "" | " ") parallel=(-n "$((cores < 4 ? cores : 4))" --dist loadgroup --cov=mindspeed_swap/core --cov-report=term) ;;
 esac
 "$PYTHON" -m pytest "${parallel[@]}" "$@"
 code=$?

@@ -1,7 +1,11 @@
 """Options and markers of the suite."""
 import functools
+import sys
 
 import pytest
+
+# Searches for plans: traced line by line they take three to four times as long, which is minutes.
+NOT_TRACED = ("test_golden_plans.py", "test_planner_cost.py", "test_solve.py", "test_solve_oracles.py")
 
 
 def pytest_addoption(parser):
@@ -28,3 +32,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="part of the whole matrix: --full"))
         if "gpu" in item.keywords and _gpus() == 0:
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Coverage is that of the core by its own tests. (pytest-cov's mark no_cover does nothing in xdist's workers.)"""
+    tracer = sys.gettrace()
+    if type(tracer).__module__ != "coverage" or (item.path.parent.name == "core" and item.path.name not in NOT_TRACED):
+        return (yield)
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ def test_version_names_what_a_bug_report_needs(capsys, monkeypatch):
     assert lines["torch"][0].isdigit()
     for name in ("python", "megatron-core", "torch_npu", "transformer-engine", "apex (multi_tensor kernels)"):
         assert lines[name]
+    assert (Path(lines["ready configs"]) / "swap_config/case1_default.yaml").is_file()
 
 
 def test_module_and_no_torch():

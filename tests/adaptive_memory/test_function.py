@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from mindspeed_swap.adaptive_memory import adapt_mem_func_wrapper
-from mindspeed_swap.core.accelerator import cpu_binding
-from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -112,20 +110,3 @@ def test_mindspeed_s_function_is_replaced_where_it_is_installed(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == "mindspeed_swap.adaptive_memory.adaptive_memory_function", done.stderr
-
-
-def test_cpu_binding_never_stops_training(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert bind_cpu("npu", 0) == "CPU binding skipped: `npu-smi` not found: it comes with the driver; put it on PATH"
-    assert bind_cpu("cuda", 0).startswith("CPU binding skipped: ")
-    bound = []
-    monkeypatch.setattr(cpu_binding, "_cuda_address", lambda index: "0000:1b:00.0")
-    monkeypatch.setattr(cpu_binding, "SYSFS", tmp_path)
-    monkeypatch.setattr("os.sched_setaffinity", lambda pid, cores: bound.append(cores))
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3, 9})
-    (tmp_path / "0000:1b:00.0").mkdir()
-    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("0-2,9\n")
-    assert bind_cpu("cuda", 0) == "bound to the 4 cores next to the device (0-2,9)"
-    assert bound == [{0, 1, 2, 9}]
-    (tmp_path / "0000:1b:00.0" / "local_cpulist").write_text("64-127\n")
-    assert bind_cpu("cuda", 0).startswith("CPU binding skipped: none of the cores 64-127")
