@@ -15,6 +15,7 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -91,10 +92,10 @@ class HostBlock:
 
     __slots__ = ("_slab", "_start", "_tensor", "nbytes", "pending")
 
-    def __init__(self, slab: _Slab, start: int, nbytes: int, pending: tuple[Event, ...]) -> None:
+    def __init__(self, slab: _Slab, start: int, tensor: torch.Tensor, nbytes: int, pending: tuple[Event, ...]) -> None:
         self._slab: _Slab | None = slab
         self._start = start
-        self._tensor: torch.Tensor | None = slab.tensor[start : start + nbytes]
+        self._tensor: torch.Tensor | None = tensor
         self.nbytes = nbytes
         self.pending = pending
 
@@ -104,6 +105,9 @@ class HostBlock:
         if self._tensor is None:
             raise RuntimeError("host block used after it was freed")
         return self._tensor
+
+
+_Freed = tuple[_Slab, int, torch.Tensor, tuple[Event, ...]]  # where it starts, its bytes, what may still use them
 
 
 def _unregister(accelerator: Accelerator, slabs: list[_Slab], pid: int) -> None:
@@ -143,6 +147,9 @@ class HostPool:
         # Every free region as (bytes, serial, slab, start), sorted: the first one large enough is the best fit, and
         # among equals the one freed longest ago, whose copies are the most likely to be over.
         self._regions: list[tuple[int, int, _Slab, int]] = []
+        # Freed blocks by their bytes, oldest first: steps repeat, so the next request is nearly always for one of
+        # these. The first one that is not makes regions of all of them.
+        self._freed: dict[int, deque[_Freed]] = {}
         self._serial = 0
         self._pinned = self._used = self._peak_used = self._allocations = 0
         self._closed = False
@@ -185,22 +192,21 @@ class HostPool:
         free region fits. Raises ValueError for ``nbytes`` < 1, RuntimeError on a closed pool."""
         if nbytes < 1:
             raise ValueError(f"a host block of {nbytes} bytes")
-        size = _round_up(nbytes, ALIGNMENT)
         with self._lock:
             self._check_open()
-            at = bisect_left(self._regions, (size,))
-            if at == len(self._regions):
-                if not self._grow(size):
+            freed = self._freed.get(nbytes)
+            if freed:
+                slab, start, tensor, events = freed.popleft()
+                block = HostBlock(slab, start, tensor, nbytes, self._undone(events))
+            else:
+                self._settle()
+                cut = self._cut(nbytes)
+                if cut is None:
                     return None
-                at = bisect_left(self._regions, (size,))
-            _, _, slab, start = self._regions[at]
-            end = self._take_region(slab, start)
-            if start + size < end:
-                self._add_region(slab, start + size, end)
-            pending = self._take_marks(slab, start, start + size)
-            block = HostBlock(slab, start, nbytes, pending)
+                block = cut
             self._used += nbytes
-            self._peak_used = max(self._peak_used, self._used)
+            if self._used > self._peak_used:
+                self._peak_used = self._used
             return block
 
     def free(self, block: HostBlock, after: Event | None = None) -> None:
@@ -212,18 +218,15 @@ class HostPool:
                 raise RuntimeError("host block freed twice")
             # Its own pending events stay: the caller may never have waited for them.
             events = block.pending if after is None else (*block.pending, after)
+            tensor, nbytes = block.tensor, block.nbytes
             block._slab, block._tensor, block.pending = None, None, ()
-            self._used -= block.nbytes
+            self._used -= nbytes
             if self._closed:
                 return
-            end = start + _round_up(block.nbytes, ALIGNMENT)
-            self._add_mark(slab, start, end, events)
-            if start in slab.free_ends:
-                start = slab.free_ends[start]
-                self._take_region(slab, start)
-            if end in slab.free:
-                end = self._take_region(slab, end)
-            self._add_region(slab, start, end)
+            same = self._freed.get(nbytes)
+            if same is None:
+                same = self._freed[nbytes] = deque()
+            same.append((slab, start, tensor, events))
 
     def reserve(self, nbytes: int) -> bool:
         """Pin up to ``nbytes`` in all, in one go, so that a step that uses no more than that need not pin any.
@@ -252,12 +255,44 @@ class HostPool:
                 return
             self._closed = True
             self._regions, self._pinned = [], 0
+            self._freed.clear()
             self._at_death()
 
     # ---- regions (all below: lock held)
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the host pool has been closed")
+
+    def _cut(self, nbytes: int) -> HostBlock | None:
+        """Out of the best fit."""
+        size = _round_up(nbytes, ALIGNMENT)
+        at = bisect_left(self._regions, (size,))
+        if at == len(self._regions):
+            if not self._grow(size):
+                return None
+            at = bisect_left(self._regions, (size,))
+        _, _, slab, start = self._regions[at]
+        end = self._take_region(slab, start)
+        if start + size < end:
+            self._add_region(slab, start + size, end)
+        pending = self._take_marks(slab, start, start + size)
+        return HostBlock(slab, start, slab.tensor[start : start + nbytes], nbytes, pending)
+
+    def _settle(self) -> None:
+        """Make free regions of the freed blocks, with their neighbours."""
+        if not self._freed:
+            return
+        for nbytes, blocks in self._freed.items():
+            for slab, start, _, events in blocks:
+                end = start + _round_up(nbytes, ALIGNMENT)
+                self._add_mark(slab, start, end, events)
+                if start in slab.free_ends:
+                    start = slab.free_ends[start]
+                    self._take_region(slab, start)
+                if end in slab.free:
+                    end = self._take_region(slab, end)
+                self._add_region(slab, start, end)
+        self._freed.clear()
 
     def _add_region(self, slab: _Slab, start: int, end: int) -> None:
         self._serial += 1  # unique: a comparison of regions never reaches the slab

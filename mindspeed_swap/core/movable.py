@@ -21,19 +21,19 @@ class StorageSet:
     the storage, so a weak reference to it does."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
         for tensor in tensors:
             self.add(tensor)
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._refs[storage._cdata] = weakref.ref(storage)
+        self.refs[storage._cdata] = weakref.ref(storage)
 
     def drop_dead(self) -> None:
-        self._refs = {address: ref for address, ref in self._refs.items() if ref() is not None}
+        self.refs = {address: ref for address, ref in self.refs.items() if ref() is not None}
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        ref = self._refs.get(storage._cdata)
+        ref = self.refs.get(storage._cdata)
         return ref is not None and ref() is storage
 
 
@@ -61,10 +61,13 @@ class Movable:
             return True
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or _has_names(tensor):
             return True  # ``set_`` would lose what says so
-        for leaf in (tensor, tensor._base):
-            if leaf is not None and leaf.requires_grad and leaf.is_leaf:
-                return True  # its gradient accumulator holds it: dropping our reference would free nothing
+        base = tensor._base
+        if (tensor.is_leaf and tensor.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):
+            return True  # its gradient accumulator holds it: dropping our reference would free nothing
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self._min_bytes or storage in self._static or storage in self._vanishing:
+        address = storage._cdata  # asked for first: it is there for few
+        if address in self._static.refs and storage in self._static:
             return True
-        return not self._accelerator.owns(tensor)
+        if address in self._vanishing.refs and storage in self._vanishing:
+            return True
+        return storage.nbytes() < self._min_bytes or not self._accelerator.owns(tensor)

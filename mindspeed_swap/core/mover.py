@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Bytes, Event, Stream
 from mindspeed_swap.core.again import Call
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
-from mindspeed_swap.core.saved_tensor import SavedTensor, State, flat_bytes
+from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.waits import Wait
@@ -59,13 +59,16 @@ class Mover:
 
     # ---- the books
     def born(self, saved: SavedTensor) -> None:
-        self.bytes_in[saved.state] += saved.nbytes
-        self.stats.saved += saved.key.ordinal >= 0  # else nobody has saved it yet
-        self._live_bytes += saved.nbytes
-        self.stats.most_saved_bytes = max(self.stats.most_saved_bytes, self._live_bytes)
+        stats, nbytes = self.stats, saved.nbytes
+        self.bytes_in[saved.state] += nbytes
+        stats.saved += saved.key.ordinal >= 0  # else nobody has saved it yet
+        self._live_bytes += nbytes
+        if self._live_bytes > stats.most_saved_bytes:
+            stats.most_saved_bytes = self._live_bytes
         if self.recorder:
             self.recorder.saved(saved)
-        self._tell(saved, None)
+        for observer in self.observers:
+            observer(saved, None)
 
     def _move(self, saved: SavedTensor, state: State) -> None:
         old = saved.state
@@ -79,9 +82,6 @@ class Mover:
             self.leaving[saved.serial] = saved
         elif old is State.LEAVING:
             del self.leaving[saved.serial]
-        self._tell(saved, old)
-
-    def _tell(self, saved: SavedTensor, old: State | None) -> None:
         for observer in self.observers:
             observer(saved, old)
 
@@ -98,7 +98,7 @@ class Mover:
         self._wait(wait, stream, event)
         self.recorder.waited(saved, wait, before, self.accelerator.record(stream))
 
-    def _copy(self, saved: SavedTensor, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> Event:
+    def _copy(self, saved: SavedTensor, dst: Bytes, src: Bytes, stream: Stream) -> Event:
         """Queue it. Returns the event behind it."""
         to_host = saved.state is State.DEVICE
         with span("copy to host of" if to_host else "copy to device of", saved.key):
@@ -120,7 +120,7 @@ class Mover:
         """DROPPED -> DEVICE."""
         saved.again = None
         saved.stream = self.accelerator.compute_stream()
-        saved.adopt(made)
+        saved.adopt(saved.over(made.untyped_storage()))
         self._move(saved, State.DEVICE)
         if self.recorder:
             self.recorder.arrived(saved)
@@ -141,7 +141,7 @@ class Mover:
             for event in block.pending:
                 self._wait(Wait.SLAB_AFTER_COPY, self._d2h, event)
             self._wait(Wait.OFFLOAD_AFTER_COMPUTE, self._d2h, accelerator.record(saved.stream))
-            saved.copied = self._copy(saved, block.tensor, flat_bytes(storage), self._d2h)
+            saved.copied = self._copy(saved, block.tensor, storage, self._d2h)
         except BaseException:  # perhaps after the copy was queued
             saved.copied = accelerator.record(self._d2h)
             self.pool.free(block, saved.copied)
@@ -192,14 +192,14 @@ class Mover:
     def load(self, saved: SavedTensor) -> None:
         """HOST -> RETURNING: allocate and queue the copy back. Raises torch.OutOfMemoryError."""
         accelerator = self.accelerator
-        buffer = accelerator.empty(saved.nbytes)
+        buffer = saved.new_buffer(accelerator)
         with self._lock:
             if saved.state is not State.HOST:
                 return  # another thread was faster
             assert saved.block is not None
             stream = accelerator.compute_stream()
             self._wait(Wait.LOAD_AFTER_COMPUTE, self._h2d, accelerator.record(stream))
-            saved.loaded = self._copy(saved, buffer, saved.block.tensor, self._h2d)
+            saved.loaded = self._copy(saved, buffer.untyped_storage(), saved.block.tensor, self._h2d)
             saved.buffer, saved.stream = buffer, stream
             self._move(saved, State.RETURNING)
             self.stats.loaded_bytes += saved.nbytes
@@ -238,11 +238,13 @@ class Mover:
     # ---- the end
     def bury(self, saved: SavedTensor) -> int:
         """Its last handle is gone. Returns the bytes of device memory that were let go (not: that a copy holds up)."""
-        freed = self._let_go(saved)
-        if saved.block is not None:
-            self._free_block(saved, saved.loaded if saved.state is State.RETURNING else saved.copied)
-        saved.buffer = None
-        saved.drop_device()
+        freed = saved.nbytes
+        if saved.state is not State.DEVICE or saved.copied is not None:
+            freed = self._let_go(saved)
+            if saved.block is not None:
+                self._free_block(saved, saved.loaded if saved.state is State.RETURNING else saved.copied)
+            saved.buffer = None
+        del saved.alias  # and with it the memory, whoever still has the SavedTensor
         if self.recorder:
             self.recorder.died(saved)
         self._move(saved, State.DEAD)

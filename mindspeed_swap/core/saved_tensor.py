@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Stream
 from mindspeed_swap.core.host_pool import HostBlock
 from mindspeed_swap.core.trace import Key, Position
 
@@ -57,11 +57,6 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         with torch.inference_mode(False):  # evaluation under pressure: an inference tensor would spoil the alias
             empty = _NOTHING[dtype, device] = torch.empty(0, dtype=dtype, device=device)
     return empty
-
-
-def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The whole storage as a flat uint8 tensor: copies move storages, so that strides never matter."""
-    return _nothing(torch.uint8, storage.device).detach().set_(storage)
 
 
 class SavedTensor:
@@ -110,7 +105,7 @@ class SavedTensor:
         self.again: Call | None = None  # while DROPPED: what makes it again
         self.block: HostBlock | None = None  # where the host copy is
         self.copied: Any = None  # event: device -> host done
-        self.buffer: torch.Tensor | None = None  # flat bytes on the device while RETURNING
+        self.buffer: torch.Tensor | None = None  # what the alias will be, while RETURNING
         self.loaded: Any = None  # event: host -> device done
         self.release: Position | None = None  # where the plan gives its device memory up
 
@@ -135,19 +130,21 @@ class SavedTensor:
         """Give the device memory up: the alias keeps the version counter and nothing else."""
         self.alias.data = _nothing(self.dtype, self.alias.device)
 
+    def new_buffer(self, accelerator: Accelerator) -> torch.Tensor:
+        """To come back to. Raises torch.OutOfMemoryError."""
+        return accelerator.empty_strided(self.nbytes, self.dtype, self.shape, self.stride, int(self.offset))
+
     def adopt(self, buffer: torch.Tensor) -> None:
-        """The bytes are back, in a new storage: from now on that is the truth."""
+        """The bytes are back, in a new storage: from now on that is the truth. ``buffer``: of our own geometry."""
+        self.alias.data = buffer
         storage = buffer.untyped_storage()
-        if torch.is_inference_mode_enabled():  # asked first: entering the context costs as much as all of the rest
-            with torch.inference_mode(False):
-                self.alias.data = self._over(storage)
-        else:
-            self.alias.data = self._over(storage)
         self.storage_ref = weakref.ref(storage)
         self.identity = (storage._cdata, self.version)
 
-    def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return _nothing(self.dtype, storage.device).detach().set_(storage, self.offset, self.shape, self.stride)
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Our geometry in that memory."""
+        with torch.inference_mode(False):
+            return _nothing(self.dtype, storage.device).detach().set_(storage, self.offset, self.shape, self.stride)
 
     def view(self, handle: Handle) -> torch.Tensor:
         # Detached first: with create_graph an in-place change of what we return has an autograd history of its own,
@@ -177,13 +174,11 @@ class Handle:
         self.saved = saved
         self.key = key  # of this save; the SavedTensor has the key of its first
         self.read = False
-        self.whole = whole  # the very view that the SavedTensor was made from
-        if whole:
-            self.shape, self.stride, self.offset = saved.shape, saved.stride, saved.offset
-        else:
-            self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.dtype = tensor.dtype
+        self.whole = whole  # the very view that the SavedTensor was made from; else it has a geometry of its own
         self._dead = dead
+        if not whole:
+            self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+            self.dtype = tensor.dtype
 
     def __del__(self) -> None:
         self._dead.append(self.saved)

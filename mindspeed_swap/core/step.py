@@ -50,9 +50,11 @@ class Scope:
         self._nameless = 0
 
     def next_key(self) -> Key:
-        ordinal = self._ordinals.get(self.layer, 0)
-        self._ordinals[self.layer] = ordinal + 1
-        return Key(self.microbatch, self.chunk, self.layer, ordinal)
+        layer = self.layer
+        ordinal = self._ordinals.get(layer, 0)
+        self._ordinals[layer] = ordinal + 1
+        # ``Key(...)`` without its ``__new__``, which is a function in Python.
+        return tuple.__new__(Key, (self.microbatch, self.chunk, layer, ordinal))
 
     def nameless_key(self) -> Key:
         """For what nobody has saved yet: an argument of a call that will run again."""

@@ -31,6 +31,9 @@ from mindspeed_swap.core.strays import Strays
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
 from mindspeed_swap.core.waits import Wait
 
+# What a named tuple's own ``__new__`` does, which is a function in Python.
+_new = tuple.__new__
+
 
 class SwapManager:
     """One per process and device. Called from the thread that runs the step and from autograd's threads."""
@@ -168,7 +171,7 @@ class SwapManager:
         number = self.calls.next_save()
         if self.movable.refuses(tensor):
             return Passed(tensor)
-        position = Position(FORWARD, *key)
+        position: Position = _new(Position, (FORWARD, *key))
         self._close(position)
         handle = self._keep(tensor, key, number)
         self._act(position)
@@ -218,12 +221,14 @@ class SwapManager:
     def _unpack(self, packed: Handle | Passed) -> torch.Tensor:
         if isinstance(packed, Passed):
             return packed.get()
-        position = Position(BACKWARD, *packed.key)
         first = not packed.read
         if first:
             packed.read = True
+            position: Position = _new(Position, (BACKWARD, *packed.key))
             self._close(position)
-        view = self.fetch(packed, first)
+        view = self._read(packed, first)
+        if view is None:
+            view = self.fetch(packed, first)
         if first:
             self._act(position)
             if self._strays:
@@ -234,7 +239,7 @@ class SwapManager:
         if isinstance(packed, Passed):
             return packed.get()
         prefetched = True
-        while (view := self._read(packed, first, prefetched)) is None:
+        while (view := self._read(packed, first, prefetched=prefetched)) is None:
             if (call := packed.saved.again) is not None:
                 self.calls.run_again(call, packed.saved)
             elif packed.saved.state is State.HOST:
@@ -255,13 +260,14 @@ class SwapManager:
                 self._mover.give(saved, made)
                 self.live.storage_came(saved)
 
-    def _read(self, packed: Handle, first: bool, prefetched: bool) -> torch.Tensor | None:
+    def _read(self, packed: Handle, first: bool, *, prefetched: bool = True) -> torch.Tensor | None:
         """What autograd saved, or None if it must be loaded: at first, and again if pressure in another thread pushes
         it out between the load and this."""
         saved, mover = packed.saved, self._mover
         with self._lock:
             if saved.modified:
-                raise modified_in_place(saved.alias, packed.shape, saved.version)
+                shape = saved.shape if packed.whole else packed.shape
+                raise modified_in_place(saved.alias, shape, saved.version)
             if saved.state in (State.HOST, State.DROPPED):
                 return None
             if saved.state is State.LEAVING:
@@ -281,7 +287,8 @@ class SwapManager:
 
     def _close(self, position: Position) -> None:
         """The interval that led here is over."""
-        self._drain()
+        if self.live.dead or self._mover.lingering:
+            self._drain()
         recorder = self._mover.recorder
         if recorder or self.on_interval:
             interval = self.accelerator.take_interval()
@@ -349,18 +356,14 @@ class SwapManager:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
         freed = 0
         dead = self.live.dead
-        while dead:
-            try:
+        with self._lock:
+            while dead:
                 saved = dead.popleft()
-            except IndexError:  # another thread was faster
-                break
-            with self._lock:
                 saved.handles -= 1
                 if saved.handles == 0:
                     self.live.remove(saved)
                     freed += self._mover.bury(saved)
-        if self._mover.lingering:
-            with self._lock:
+            if self._mover.lingering:
                 freed += self._mover.free_lingering(wait=False)
         return freed
 

@@ -78,5 +78,5 @@ def test_case_05_registration_follows_the_storage_not_its_address(sim):
     address = buffer.untyped_storage()._cdata
     del buffer
     for known in (manager.movable._static, manager.movable._vanishing):
-        known._refs[activation.untyped_storage()._cdata] = known._refs[address]  # as if the address were reused
+        known.refs[activation.untyped_storage()._cdata] = known.refs[address]  # as if the address were reused
     assert not manager.movable.refuses(activation)

@@ -67,7 +67,8 @@ def weightless(monkeypatch):
 
 
 def check_consistent(pool):
-    """Free regions tile what is not out, no two touch, marks lie in free regions, the sorted list tells the same."""
+    """Free regions tile what is neither out nor kept for the next request of its size, no two touch, marks lie in free
+    regions, the sorted list tells the same."""
     listed = sorted((id(slab), start, start + size) for size, _, slab, start in pool._regions)
     assert [r[:2] for r in pool._regions] == sorted(r[:2] for r in pool._regions)
     assert listed == sorted((id(s), start, end) for s in pool._slabs for start, (end, _) in s.free.items())
@@ -231,6 +232,20 @@ def test_block_never_used_keeps_its_pending_events(device):
     assert block.pending == ("slow",)
     pool.free(block)  # abandoned: nobody waited
     assert pool.alloc(1024).pending == ("slow",)
+    pool.close()
+
+
+def test_the_next_of_the_same_bytes_takes_its_place_another_makes_regions_of_all(device):
+    pool = HostPool(device, MIB)
+    blocks = [pool.alloc(1000) for _ in range(4)]
+    addresses = [block.tensor.data_ptr() for block in blocks]
+    rest = pool.alloc(pool.pinned_bytes - 4096)
+    for i in (2, 0, 1, 3):
+        pool.free(blocks[i], f"e{i}")
+    again = pool.alloc(1000)
+    assert again.tensor.data_ptr() == addresses[2] and again.pending == ("e2",) and again.nbytes == 1000
+    pool.free(again)
+    assert pool.alloc(4096).pending == ("e0", "e1", "e2", "e3") and rest is not None, "all four, in one piece"
     pool.close()
 
 
@@ -422,6 +437,7 @@ def test_threads(device):
     for t in threads:
         t.join()
     assert failures == [] and pool.used_bytes == 0
+    pool._settle()
     check_consistent(pool)
     assert all(s.free.keys() == {0} and s.free[0][0] == s.nbytes for s in pool._slabs)
     pool.close()
@@ -438,7 +454,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.busy = []  # (address, end, event) of freed ranges
         self.events = 0
 
-    @rule(size=st.one_of(st.integers(1, 3000), st.integers(1, 400_000)), value=st.integers(0, 255))
+    @rule(
+        size=st.one_of(st.sampled_from([1000, 5000, 9000]), st.integers(1, 3000), st.integers(1, 400_000)),
+        value=st.integers(0, 255),
+    )
     def alloc(self, size, value):
         block = self.pool.alloc(size)
         if block is None:
@@ -485,11 +504,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert sum(self.device.registered.values()) == pool.pinned_bytes
         free = sum(end - start for s in pool._slabs for start, (end, _) in s.free.items())
         taken = sum(-(-b.nbytes // ALIGNMENT) * ALIGNMENT for b, _, _ in self.out)
-        assert free + taken == pool.pinned_bytes
+        kept = sum(-(-n // ALIGNMENT) * ALIGNMENT * len(blocks) for n, blocks in pool._freed.items())
+        assert free + kept + taken == pool.pinned_bytes
 
     def teardown(self):
         for block, _, _ in self.out:
             self.pool.free(block)
+        self.pool._settle()
         assert all(s.free == {0: (s.nbytes, s.free[0][1])} for s in self.pool._slabs), "not everything came back"
         self.pool.close()
         assert self.device.registered == {}

@@ -7,7 +7,7 @@ blocks instead. Either way the same calls in the same order are right.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,16 @@ class Interval:
 
     peak_bytes: int
     largest_request_bytes: int
+
+# What is copied: a flat uint8 tensor, or a whole storage. ``len`` is its bytes.
+Bytes = torch.Tensor | torch.UntypedStorage
+
+
+def flat(memory: Bytes) -> torch.Tensor:
+    """As a flat uint8 tensor: copies move storages, so that strides never matter."""
+    if isinstance(memory, torch.Tensor):
+        return memory
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 class Accelerator(ABC):
@@ -64,6 +74,14 @@ class Accelerator(ABC):
 
         Raises torch.OutOfMemoryError, after the pressure handler (if any) could not help.
         """
+
+    def empty_strided(
+        self, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+    ) -> torch.Tensor:
+        """Like ``empty``: memory of ``nbytes``, as a tensor of that geometry within it."""
+        memory = self.empty(nbytes).untyped_storage()
+        with torch.inference_mode(False):
+            return torch.empty(0, dtype=dtype, device=memory.device).set_(memory, offset, shape, stride)
 
     @abstractmethod
     def on_pressure(self, handler: Callable[[int, int], bool] | None) -> bool:
@@ -102,8 +120,8 @@ class Accelerator(ABC):
 
     # ---- bytes
     @abstractmethod
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Queue a copy of flat uint8 tensors of equal length, one on the device and one in registered host memory."""
+    def copy(self, dst: Bytes, src: Bytes, stream: Stream) -> None:
+        """Queue a copy of equally many bytes, on one side of the device, on the other in registered host memory."""
 
     def slab_bytes(self, nbytes: int) -> int:
         """The next size, from ``nbytes`` up, in which page-locked memory is to be had without loss."""

@@ -12,10 +12,12 @@ import torch
 
 from mindspeed_swap.core.accelerator.base import (
     Accelerator,
+    Bytes,
     DeviceMemory,
     Event,
     Interval,
     Stream,
+    flat,
 )
 from mindspeed_swap.sim import device
 
@@ -83,8 +85,9 @@ class SimAccelerator(Accelerator):
         return start.elapsed_ms(end)
 
     # ---- bytes
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+    def copy(self, dst: Bytes, src: Bytes, stream: Stream) -> None:
         """As in the contract, and strict about it: ValueError for what a real device would do slowly or not at all."""
+        dst, src = flat(dst), flat(src)
         nbytes = dst.numel()
         for tensor in (dst, src):
             if tensor.dtype != torch.uint8 or not tensor.is_contiguous() or tensor.numel() != nbytes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, DeviceMemory, Interval
+from mindspeed_swap.core.accelerator.base import Accelerator, Bytes, DeviceMemory, Interval, flat
 from mindspeed_swap.core.accelerator.watch import Handler, watch_allocator
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.units import format_bytes, parse_bytes
@@ -59,9 +59,8 @@ class TorchAccelerator(Accelerator):
 
     # ---- whose memory
     def owns(self, tensor: torch.Tensor) -> bool:
-        # Dispatch on the device's type only: under torch_npu's transfer_to_npu, flags for CUDA are true on an NPU.
-        device = tensor.device
-        if device.type != self.name or device.index != self._index or tensor.layout is not torch.strided:
+        # By the device only: under torch_npu's transfer_to_npu, flags for CUDA are true on an NPU.
+        if tensor.device != self._device or tensor.layout is not torch.strided:
             return False
         # Memory that came from elsewhere (from_blob: DLPack, __cuda_array_interface__, IPC, symmetric memory) has no
         # allocator and so cannot be resized: freeing it gives us nothing.
@@ -81,6 +80,17 @@ class TorchAccelerator(Accelerator):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         with torch.inference_mode(False):  # an inference tensor would be refused by a later backward
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def empty_strided(
+        self, nbytes: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
+    ) -> torch.Tensor:
+        # In one call, where that gives all of the bytes.
+        if offset == 0 and not torch.is_inference_mode_enabled():
+            tensor = torch.empty_strided(shape, stride, dtype=dtype, device=self._device)
+            if tensor.untyped_storage().nbytes() == nbytes:
+                return tensor
+            del tensor
+        return super().empty_strided(nbytes, dtype, shape, stride, offset)
 
     def on_pressure(self, handler: Handler | None) -> bool:
         if self._hooked:
@@ -122,14 +132,14 @@ class TorchAccelerator(Accelerator):
         return float(start.elapsed_time(end))
 
     # ---- bytes
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-        # Both flat uint8: one asynchronous memcpy, no kernel. `copy_` keeps neither tensor alive until the copy is
-        # over; whoever queued it holds both until an event behind it has passed.
+    def copy(self, dst: Bytes, src: Bytes, stream: Any) -> None:
+        # One asynchronous memcpy, no kernel. `copy_` keeps neither tensor alive until the copy is over; whoever queued
+        # it holds both until an event behind it has passed.
         # This is `with module.stream(stream)` without its checks, which cost ten times as much as the copy itself.
         live = self._live_stream(self._index)
         self._set_stream(stream.stream_id, stream.device_index, stream.device_type)
         try:
-            self._move(dst, src)
+            self._move(flat(dst), flat(src))
         finally:
             self._set_stream(*live)
 
