@@ -159,6 +159,8 @@ class Runtime:
         order = self.shapes.current.next_step()
         if order.plan is not None:
             self.pool.reserve(order.host_bytes + self.pool.used_bytes)
+        if order.record and self._overlap:
+            self._overlap.settle()  # what is on its way out is not what the step begins with
         trace = self._new_trace(self._optimizer) if order.record else None
         begin(order.plan, trace=trace, read_order=order.read_order)
 
@@ -241,7 +243,7 @@ class Runtime:
             )  # fmt: skip
         return self._virtual
 
-    def overlap(self, overlap: Overlap | None) -> None:
+    def install_overlap(self, overlap: Overlap | None) -> None:
         """The virtual optimizer has found its place. Only where it can be told to give memory up do its copies overlap
         with the rest of the step."""
         if overlap is None:

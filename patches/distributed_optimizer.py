@@ -46,7 +46,7 @@ def _get_megatron_optimizer(original: Any) -> Any:
             parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
         )
         virtual.attach([part.optimizer for part in parts], [m for part in parts for m in _masters(part)])
-        running.overlap(virtual.overlap)
+        running.install_overlap(virtual.overlap)
         for part in parts:
             # Megatron's own makes state that is missing, on the device.
             part.init_state_fn = lambda *args: virtual.adopt()

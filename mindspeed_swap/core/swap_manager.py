@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -321,14 +321,10 @@ class SwapManager:
 
     def _prefetch(self, saved: SavedTensor) -> None:
         if self.accelerator.compute_stream() == saved.stream:  # else memory of this stream would be read on that one
-            self._thread.may_not_evict = True  # a prefetch that would push others out is worse than a late load
-            try:
+            # A prefetch that would push others out is worse than a late load.
+            with self.without_evicting(), suppress(torch.OutOfMemoryError):
                 self._mover.load(saved)
                 return
-            except torch.OutOfMemoryError:
-                pass
-            finally:
-                self._thread.may_not_evict = False
         self.stats.skipped_prefetches += 1
         self._strays.add(saved)
 
@@ -394,6 +390,15 @@ class SwapManager:
                 if freed >= nbytes:
                     break
         return freed
+
+    @contextmanager
+    def without_evicting(self) -> Iterator[None]:
+        """Allocations of this thread rather fail."""
+        self._thread.may_not_evict = True
+        try:
+            yield
+        finally:
+            self._thread.may_not_evict = False
 
     def close(self) -> None:
         """Let go of everything. Saved tensors still in a graph can no longer be read back after this."""

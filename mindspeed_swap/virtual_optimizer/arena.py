@@ -90,7 +90,7 @@ class Arena:
     def __init__(self, optimizer: Optimizer, units: list[Unit], accelerator: Accelerator, pool: HostPool) -> None:
         self.optimizer = optimizer
         self.units = units
-        self.before_write: Callable[[], None] = lambda: None  # to the host memory, from outside the step
+        self.before_use: Callable[[], None] = lambda: None  # of the host memory, from outside the step
         self.nbytes = arena_bytes(units)
         self._accelerator = accelerator
         self._block: HostBlock | None = None
@@ -101,7 +101,7 @@ class Arena:
             unit.start, host = at, self.host_bytes[at : at + unit.nbytes]
             at += aligned(unit.nbytes)
             unit.resting = shaped_like(map_host(host).view(unit.dtype), unit.parameter)
-            mark_swap_tensor(unit.resting, accelerator)
+            mark_swap_tensor(unit.resting, accelerator, self.come_to_rest)
             host.zero_()  # by the host, if it can: nothing on the device has seen this memory yet
         self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
         for unit in units:
@@ -128,6 +128,10 @@ class Arena:
         if self._block is not None:
             pool.free(self._block)
 
+    def come_to_rest(self) -> None:
+        """Before anybody outside the step reads the state, or writes to it."""
+        self.before_use()
+
     def units_of(self, parameter: torch.Tensor) -> Mapping[str, Unit]:
         return self._by_parameter.get(parameter, {})
 
@@ -140,7 +144,7 @@ class Arena:
             else:
                 found = self.optimizer.state[unit.parameter].get(unit.key)
             if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
-                self.before_write()
+                self.come_to_rest()
                 self._accelerator.write_mapped(unit.resting, found)
             self.rest(unit)
         for group in self.optimizer.param_groups:
@@ -175,7 +179,7 @@ class Arena:
         return {**state_dict, "state": states}, values
 
     def put_in(self, values: Iterable[tuple[Unit, torch.Tensor | None]]) -> None:
-        self.before_write()
+        self.come_to_rest()
         for unit, value in values:
             assert unit.resting is not None
             if value is None:

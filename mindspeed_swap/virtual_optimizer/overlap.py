@@ -1,19 +1,23 @@
 """Overlap: streamed state comes in while the last backward frees activations, and leaves during the next forward.
 
 A step is a sequence of points: its begin, each layer and the end of each forward, each layer's backward, the optimizer,
-its end. What the step itself allocates at most after each point, without our buffers, is learnt from the step before.
-The highest of these figures is the step's peak, and the limit: buffers fill what is free below it, so they cost no
-memory. From the end of the last forward on slices come in as far as the rest of the step leaves room; after the
-optimizer's step the last ones leave, and their buffers are given up as they do, or as soon as the room is wanted.
+the end of each optimizer's own step, its end. What the step itself allocates at most after each point, without our
+buffers, is learnt from the step before. The highest of these figures is the step's peak, and the limit: buffers fill
+what is free below it, so they cost no memory. From the end of the last forward on slices come in as far as the rest of
+the step leaves room; after the optimizer's step the last ones leave, and their buffers are given up as they do, or as
+soon as the room is wanted.
 
-If a step takes another course than the one before, everything is at rest until its end. If an allocation fails all the
-same, ``give_up`` is called by the allocator; without such a call (no allocator hook) there is no overlap.
+If a step takes another course than the one before, everything is at rest until its end. A step without an update tells
+nothing of what one needs: the next one learns anew. If an allocation fails all the same, ``give_up`` is called by the
+allocator; without such a call (no allocator hook) there is no overlap. If that happens again, the steps that follow go
+without, twice as many each time.
 
 Activations have the link first: while one is on the host or on its way back no state comes in, and in steps that copy
 activations out the state has left when the optimizer's step ends.
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,7 +28,7 @@ from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.virtual_optimizer.pipeline import BATCH, Pipeline
 
-BEGIN, FORWARD, BACKWARD, OPTIMIZER, END = "begin", "forward", "backward", "optimizer", "end"
+BEGIN, FORWARD, BACKWARD, OPTIMIZER, UPDATED, END = "begin", "forward", "backward", "optimizer", "updated", "end"
 
 
 class Room:
@@ -86,8 +90,9 @@ class Overlap:
         self._pipelines = pipelines
         self._manager = manager
         self._room = Room(max((BATCH * each.slice_bytes for each in pipelines), default=0))
-        self._before = 0  # bytes of our buffers since the last point
-        self._active = self._in_forward = False
+        self._held_at_point = 0  # bytes of our buffers since the last point
+        self._active = self._in_forward = self._loading = False
+        self._pause = self._next_pause = 0  # steps without, after an allocation has failed
 
     @property
     def _held(self) -> int:
@@ -97,19 +102,24 @@ class Overlap:
     @contextmanager
     def step(self, active: bool) -> Iterator[None]:
         """``active`` False: nothing is learnt, and all is at rest outside the optimizer's step."""
+        if self._pause:
+            self._pause, active = self._pause - 1, False
         if not active:
             self._forget()
             yield
             return
         self._active = True
         try:
+            for pipeline in self._pipelines:
+                pipeline.stepped, pipeline.early_bytes, pipeline.late_bytes = False, 0, 0
             self._point(BEGIN)
             yield
-            for pipeline in self._pipelines:
-                pipeline.drop_ahead()  # the optimizer's step was left out: the gradients were not finite
             self._point(END)
+            if not all(pipeline.stepped for pipeline in self._pipelines):  # the gradients were not finite
+                self._forget()
         except BaseException:
-            self._forget()
+            with contextlib.suppress(Exception):  # the device may be the reason
+                self._forget()
             raise
         finally:
             self._active = False
@@ -135,12 +145,18 @@ class Overlap:
         self._point(OPTIMIZER)
 
     def may_keep(self, pipeline: Pipeline) -> int:
-        """Bytes of its buffers that may still be on their way out when its optimizer's step ends."""
+        """Its optimizer's step ends. Bytes of its buffers that may still be on their way out then."""
+        self._point(UPDATED)  # what follows, as making the model's parameters, needs its own room
         if not self._active or (self._manager and self._manager.stats.offloaded_bytes):
             return 0
-        return max(0, self._room.free_bytes - (self._held - pipeline.held_bytes))
+        return self._left_for(pipeline, self._room.free_bytes)
 
     # ---- called at any time
+    def came_to_rest(self) -> None:
+        """Somebody has looked into the state. In a step that takes buffers away between two points."""
+        if self._active:
+            self._room.forget()
+
     def settle(self) -> None:
         """No buffers: the state at rest is all there is, in the order of the compute stream."""
         for pipeline in self._pipelines:
@@ -148,15 +164,18 @@ class Overlap:
 
     def give_up(self) -> int:
         """For the allocator, when it has no memory left: what was learnt does not hold. Returns the bytes."""
+        if self._loading:
+            return 0  # a buffer of our own has failed
         freed = sum(pipeline.give_up() for pipeline in self._pipelines)
         if freed:
             self._room.forget()
+            self._pause, self._next_pause = self._next_pause, 2 * self._next_pause or 1
         return freed
 
     # ---- points
     def _forget(self) -> None:
-        self.settle()
         self._room.forget()
+        self.settle()
 
     def _point(self, kind: str) -> None:
         if self._manager and self._manager.recorder:  # a plan for another shape is made: the peaks are its
@@ -164,7 +183,7 @@ class Overlap:
             self._forget()
         if not self._active:
             return
-        self._room.peak(self._accelerator.take_interval().peak_bytes - self._before)
+        self._room.peak(self._accelerator.take_interval().peak_bytes - self._held_at_point)
         if kind == BEGIN:
             self._room.begin()
         self._room.point(kind)
@@ -172,24 +191,32 @@ class Overlap:
             self._shrink(self._room.free_bytes)
         if kind in (BACKWARD, FORWARD):
             self._load_ahead(self._room.ahead_bytes)
-        if self._before != self._held:  # what was there before is not part of the next interval's peak
-            self._before = self._held
+        if self._held_at_point != self._held:  # what was there before is not part of the next interval's peak
+            self._held_at_point = self._held
             self._accelerator.take_interval()
+
+    def _left_for(self, pipeline: Pipeline, most_bytes: int) -> int:
+        """Of what all may hold."""
+        return max(0, most_bytes - (self._held - pipeline.held_bytes))
 
     def _shrink(self, most_bytes: int) -> None:
         for pipeline in self._pipelines:
-            pipeline.shrink(max(0, most_bytes - (self._held - pipeline.held_bytes)))
+            pipeline.shrink(self._left_for(pipeline, most_bytes))
 
     def _load_ahead(self, most_bytes: int) -> None:
         if self._manager and (self._manager.bytes_in[State.HOST] or self._manager.bytes_in[State.RETURNING]):
             return
-        for pipeline in self._pipelines:
-            while pipeline.wants_more:
-                size = pipeline.next_buffer_bytes
-                if self._held + size > most_bytes or not self._fits(size) or not pipeline.load_ahead():
-                    return
+        self._loading = True
+        # A buffer that would push activations out is left for the optimizer's step.
+        with self._manager.without_evicting() if self._manager else contextlib.nullcontext():
+            for pipeline in self._pipelines:
+                while pipeline.comes_ahead and pipeline.wants_more:
+                    size = pipeline.next_buffer_bytes
+                    if self._held + size > most_bytes or not self._fits(size) or not pipeline.load_ahead():
+                        break
+        self._loading = False
 
     def _fits(self, nbytes: int) -> bool:
-        """A buffer that would need eviction is left for the optimizer's step."""
+        """Asked first: an allocation that fails costs more."""
         memory = self._accelerator.memory()
         return memory.capacity_bytes - memory.allocated_bytes >= nbytes

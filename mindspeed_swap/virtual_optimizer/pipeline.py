@@ -32,6 +32,7 @@ class _Buffer:
     memory: torch.Tensor
     stream: Stream
     event: Event = None
+    nbytes: int = 0  # of the slice in it
 
 
 class Pipeline:
@@ -52,6 +53,8 @@ class Pipeline:
     ) -> None:
         self.slice_bytes = max((each.nbytes for each in slices), default=0)  # of a buffer
         self.early_bytes = self.late_bytes = 0  # of the last step: in before it began, not yet out at its end
+        self.comes_ahead = True  # False: what a step finds in host memory may change until it begins
+        self.stepped = False  # since somebody last set this to False
         self._host = host
         self._slices = slices
         self._accelerator = accelerator
@@ -61,6 +64,7 @@ class Pipeline:
         self._in: deque[_Buffer] = deque()  # of the next slices
         self._out: deque[_Buffer] = deque()
         self._lock = threading.Lock()
+        self._running = False
 
     @property
     def held_bytes(self) -> int:
@@ -81,8 +85,10 @@ class Pipeline:
         """Around the step. At the end all is in host memory in the order of the compute stream, but for what is still
         on its way out of buffers of ``may_keep()`` bytes. Raises torch.OutOfMemoryError."""
         kept = 0
+        self.stepped = True
         try:
             with self._lock:
+                self._running = True
                 self.early_bytes = sum(each.nbytes for each in self._slices[: len(self._in)])
                 while self.wants_more and (self._out or len(self._in) < BUFFERS):
                     self._load(self._out_or_new_buffer())
@@ -90,10 +96,11 @@ class Pipeline:
             kept = may_keep()
         finally:
             with self._lock:
+                self._running = False
                 self._next = 0
                 self._drop_in(0)  # if the step has failed
                 self._shrink_out(kept)
-                self.late_bytes = self.held_bytes
+                self.late_bytes = sum(buffer.nbytes for buffer in self._out)
 
     def batch(self, slices: list[Slice]) -> int:
         """How many of the next slices to step at once."""
@@ -139,10 +146,6 @@ class Pipeline:
                 return False
             return True
 
-    def drop_ahead(self) -> None:
-        with self._lock:
-            self._drop_in(0)
-
     def shrink(self, most_bytes: int) -> None:
         """Give up what has left. Then, until ``most_bytes`` are held: wait for what leaves, and drop what came in."""
         with self._lock:
@@ -152,14 +155,15 @@ class Pipeline:
             self._drop_in(most_bytes)
 
     def give_up(self) -> int:
-        """Under memory pressure. Returns the bytes."""
+        """Under memory pressure. Returns the bytes. A step that runs keeps the buffers that it needs: it could not be
+        ended without, and parameters would be left of which some were updated and some were not."""
         if not self._lock.acquire(blocking=False):
             return 0
         try:
-            held = self.held_bytes
-            self._shrink_out(0)
-            self._drop_in(0)
-            return held
+            held, needed = self.held_bytes, BUFFERS * self.slice_bytes if self._running else 0
+            self._drop_in(needed)
+            self._shrink_out(needed - len(self._in) * self.slice_bytes)
+            return held - self.held_bytes
         finally:
             self._lock.release()
 
@@ -191,10 +195,11 @@ class Pipeline:
         return buffer
 
     def _load(self, buffer: _Buffer) -> None:
-        for start, offset, nbytes in self._slices[self._next + len(self._in)].ranges:
+        following = self._slices[self._next + len(self._in)]
+        for start, offset, nbytes in following.ranges:
             source = self._host[start : start + nbytes]
             self._accelerator.copy(buffer.memory[offset : offset + nbytes], source, self._h2d)
-        buffer.event = self._accelerator.record(self._h2d)
+        buffer.event, buffer.nbytes = self._accelerator.record(self._h2d), following.nbytes
         self._in.append(buffer)
 
     def _wait(self, wait: Wait, stream: Stream, event: Event) -> None:

@@ -5,8 +5,9 @@ fewer parameters: the group's list is replaced meanwhile, the group's step count
 once around all of it.
 
 Note: [Who looks into the state]
-Between steps slices may be on their way (overlap.py). ``optimizer.state`` tells when it is looked into, and before that
-all of them come to rest. A tensor of the state that somebody has kept from before the step does not.
+Between steps slices may be on their way (overlap.py). ``optimizer.state`` tells when it is looked into, and so does
+``to_host``; before that all of them come to rest. What does not tell is a kernel that reads a tensor of the state which
+somebody has kept from before the step.
 """
 from __future__ import annotations
 
@@ -54,11 +55,13 @@ class Streamed:
         self._slices = cut(arena, slice_bytes or limit)
         flat = [each for slices in self._slices for each in slices]
         self.pipeline = Pipeline(arena.host_bytes, flat, accelerator, streams, skip_waits)
-        # Main parameters are read right after the step, to make the model's.
+        # Main parameters are read right after the step, to make the model's; and anybody may write to them before it.
         self._all_leave = any(unit.key == MASTER for unit in arena.units)
-        self.may_keep: Callable[[], int] = lambda: 0  # bytes of buffers, after the step
+        self.pipeline.comes_ahead = not self._all_leave
+        self.may_keep: Callable[[], int] = lambda: 0  # asked when the step is over: bytes of buffers
+        self.came_to_rest: Callable[[], None] = lambda: None  # told when somebody looks while something is on its way
         self._in_step = False
-        arena.before_write = self._before_write
+        arena.before_use = self._come_to_rest
         self._watch_state()
         self._own_step = _without_hooks(type(self._optimizer).step)
         # On the instance and as a bound method, as torch's schedulers do it.
@@ -66,11 +69,13 @@ class Streamed:
 
     def _looked_into(self) -> None:
         if not self._in_step:
-            self.pipeline.shrink(0)
+            self._come_to_rest()
 
-    def _before_write(self) -> None:
-        self.pipeline.shrink(0)
-        self._watch_state()  # a load has put another in its place
+    def _come_to_rest(self) -> None:
+        self._watch_state()  # a load may have put another in its place
+        if self.pipeline.held_bytes:
+            self.pipeline.shrink(0)
+            self.came_to_rest()
 
     def _watch_state(self) -> None:
         if not isinstance(self._optimizer.state, _WatchedState):
@@ -96,13 +101,17 @@ class Streamed:
         self._watch_state()
         try:
             self._arena.adopt()  # somebody may have made state since
-            with self.pipeline.running(lambda: 0 if self._all_leave else self.may_keep()):
+            with self.pipeline.running(self._may_keep):
                 for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
         finally:
             self._optimizer.param_groups = groups
             self._in_step = False
         return loss
+
+    def _may_keep(self) -> int:
+        most = self.may_keep()
+        return 0 if self._all_leave else most
 
     def _step_group(self, group: dict[str, Any], slices: list[Slice]) -> None:
         parameters = group["params"]
@@ -212,6 +221,28 @@ class _WatchedState(defaultdict):
     def values(self) -> Any:
         self._before()
         return super().values()
+
+    def keys(self) -> Any:
+        self._before()
+        return super().keys()
+
+    def __iter__(self) -> Any:  # ``dict(state)`` and ``{**state}`` would not ask for anything if this were dict's own
+        self._before()
+        return super().__iter__()
+
+    def setdefault(self, *args: Any) -> Any:
+        self._before()
+        return super().setdefault(*args)
+
+    def popitem(self) -> Any:
+        self._before()
+        return super().popitem()
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
 
     def copy(self) -> Any:
         return defaultdict(dict, self.items())

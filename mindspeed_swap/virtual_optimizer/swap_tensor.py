@@ -7,6 +7,7 @@ of torch is patched here: who wants ``torch.Tensor.copy_`` wrapped assigns it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,13 +19,26 @@ from mindspeed_swap.core.accelerator.base import INTEGERS
 __all__ = ["is_swap_tensor", "mark_swap_tensor", "swap_tensor_copy_wrapper", "swap_tensor_func_wrapper", "to_host"]
 
 # torch keeps one Python object per storage as long as the storage lives, so the mark is seen from every view of it.
-_MARK = "_mindspeed_swap_host_backed"
+_MARK, _BEFORE_USE = "_mindspeed_swap_host_backed", "_mindspeed_swap_before_use"
 _FUNCTIONS = ("detach", "cpu", "npu", "cuda", "clone")
 
 
-def mark_swap_tensor(tensor: torch.Tensor, accelerator: Accelerator) -> None:
-    """Tell it, and all its views, from other tensors of ``accelerator``."""
-    setattr(tensor.untyped_storage(), _MARK, accelerator)
+def mark_swap_tensor(
+    tensor: torch.Tensor, accelerator: Accelerator, before_use: Callable[[], None] | None = None
+) -> None:
+    """Tell it, and all its views, from other tensors of ``accelerator``. ``before_use``: a bound method that is called
+    before its bytes are read or written here; its object is not kept alive."""
+    storage = tensor.untyped_storage()
+    setattr(storage, _MARK, accelerator)
+    if before_use is not None:
+        setattr(storage, _BEFORE_USE, weakref.WeakMethod(before_use))
+
+
+def _come_to_rest(tensor: torch.Tensor) -> None:
+    """A step may still be writing to it."""
+    before_use = getattr(tensor.untyped_storage(), _BEFORE_USE, None) if tensor.layout is torch.strided else None
+    if before_use is not None and (call := before_use()) is not None:
+        call()
 
 
 def _mark_of(tensor: torch.Tensor) -> Accelerator | None:
@@ -54,12 +68,14 @@ def is_out_of_reach(tensor: Any) -> bool:
 
 def write_swapped(dst: torch.Tensor, src: torch.Tensor) -> None:
     """``dst.copy_(src)`` for a tensor of the virtual optimizer, on every device."""
+    _come_to_rest(dst)
     (_mark_of(dst) or get_accelerator()).write_mapped(dst, src)
 
 
 def _through_kernels(tensor: torch.Tensor) -> torch.Tensor:
     """The values in ordinary device memory, by a kernel: what every driver allows. Their bits, as integers: a kernel
     for floats may change a NaN and flush what is denormal."""
+    _come_to_rest(tensor)
     bits = tensor.view(integer) if (integer := INTEGERS.get(tensor.itemsize)) else tensor
     return torch.ones_like(bits, memory_format=torch.contiguous_format).mul_(bits).view(tensor.dtype)
 
@@ -70,6 +86,7 @@ def swap_tensor_copy_wrapper(func: Callable) -> Callable:
     @functools.wraps(func)
     def copy_(dst: torch.Tensor, src: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if is_swap_tensor(dst):
+            _come_to_rest(dst)
             dst.fill_(1).mul_(src if src.device == dst.device else src.to(dst.device))
         elif is_swap_tensor(src):
             func(dst, _through_kernels(src), *args, **kwargs)

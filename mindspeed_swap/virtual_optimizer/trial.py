@@ -24,7 +24,7 @@ def step_ms(optimizer: Optimizer, accelerator: Accelerator, pool: HostPool) -> d
     optimizer that is not made from its groups alone."""
     try:
         return {mode: _measured(optimizer, accelerator, pool, mode) for mode in ("streamed", "mapped")}
-    except (torch.OutOfMemoryError, MemoryError, TypeError, ValueError):
+    except (RuntimeError, AssertionError, MemoryError, TypeError, ValueError):  # out of memory is a RuntimeError
         return None
 
 
@@ -47,4 +47,7 @@ def _measured(like: Optimizer, accelerator: Accelerator, pool: HostPool, mode: s
         return accelerator.elapsed_ms(start, end) / STEPS
     finally:
         accelerator.synchronize()
+        # Its ``step`` refers to it in a circle: what is large goes now, not with the next garbage collection.
+        parameter.grad, parameter.data = None, parameter.data.new_empty(0)
+        optimizer.state.clear()
         arena.give_back(pool)

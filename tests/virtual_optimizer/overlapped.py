@@ -34,6 +34,7 @@ class Training:
         width: int = WIDTH,
         rows: int = ROWS,
         slice_bytes: int | None = 64 << 10,
+        master: bool = False,
     ) -> None:
         random = torch.Generator().manual_seed(1)
         self.weights = [
@@ -47,13 +48,14 @@ class Training:
         self.overlap: Overlap | None = None
         self._seconds = layer_seconds
         if overlaps is not None:
-            units = choose(self.optimizer, accelerator, None)
+            units = choose(self.optimizer, accelerator, None, self.weights if master else ())
             arena = Arena(self.optimizer, units, accelerator, new_pool(accelerator, 16 * MIB + 2 * arena_bytes(units)))
             streams = (accelerator.new_stream(), accelerator.new_stream())
             self.streamed = Streamed(arena, accelerator, streams, slice_bytes=slice_bytes, skip_waits=skip)
             self.pipeline = self.streamed.pipeline
             self.overlap = Overlap(accelerator, [self.pipeline])
             self.streamed.may_keep = partial(self.overlap.may_keep, self.pipeline)
+            self.streamed.came_to_rest = self.overlap.came_to_rest
 
     def step(self, update: bool = True) -> None:
         """``update`` False: the optimizer's step is left out."""

@@ -1,6 +1,8 @@
 """``--virtual-optimizer-mode auto`` takes what is faster here."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from adams import FusedAdam, attach, differences, groups_of, parameters, train
@@ -41,9 +43,26 @@ def test_the_faster_one(undecided, monkeypatch, took, mode):
 def test_nothing_is_left_behind(undecided, monkeypatch):
     monkeypatch.setattr(trial, "PARAMETER_BYTES", MIB)
     pool = attach(undecided, torch.optim.AdamW(parameters()), mode="streamed")._pool
-    used = pool.used_bytes
-    assert trial.step_ms(torch.optim.AdamW(parameters()), undecided, pool) is not None
-    assert pool.used_bytes == used
+    like = torch.optim.AdamW(parameters())
+    gc.collect()
+    gc.disable()  # a collection may be far away
+    try:
+        used, allocated = pool.used_bytes, device.memory_allocated()
+        assert trial.step_ms(like, undecided, pool) is not None
+        assert pool.used_bytes == used and device.memory_allocated() == allocated
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_cannot_be_tried_is_streamed(undecided, monkeypatch):
+    class Particular(torch.optim.AdamW):
+        def __init__(self, groups, made_by_its_user=False):
+            if not made_by_its_user:
+                raise RuntimeError("not by you")
+            super().__init__(groups)
+
+    optimizer = Particular(parameters(), made_by_its_user=True)
+    assert attach(undecided, optimizer, mode="auto").summary()["mode"] == "streamed"
 
 
 def test_no_memory_to_try(undecided):
