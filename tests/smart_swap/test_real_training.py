@@ -13,7 +13,7 @@ from mindspeed_swap.units import GIB
 pytest.importorskip("megatron.training")
 
 ONE = LAYOUTS["one"]
-LEVELS = [0.9, 0.8, 0.7, 0.6, 0.5]
+LEVELS = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
 
 
 @pytest.fixture(scope="module")
