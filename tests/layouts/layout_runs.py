@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ STEPS = 12
 FLOOR_STEPS = 3
 LEAST_HELD_SAVED = 0.25
 TIMEOUT_SECONDS = 600  # generous: a hang, not a slow machine
+STACKS_SECONDS = 3  # for a rank to write them
 
 
 class TrainingFailed(AssertionError):
@@ -45,6 +47,7 @@ class Run:
     measured: list[dict[str, Any]]
     summaries: list[dict[str, Any]]
     output: str
+    folder: Path  # with the report, if there is one
 
     def peaks(self) -> list[int]:
         return [rank["peak_bytes"] for rank in self.measured]
@@ -78,6 +81,7 @@ class Trainer:
             [json.loads((folder / f"measured.{rank}.json").read_text()) for rank in ranks],
             [json.loads(path.read_text()) for path in summaries if path.exists()],
             done.stdout,
+            folder,
         )
 
     def start(
@@ -90,6 +94,7 @@ class Trainer:
         environment = kept | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "PYTHON": sys.executable,
+            "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
             "DATA": self._data,
             "ITERS": str(STEPS),
@@ -100,9 +105,7 @@ class Trainer:
         command = ["bash", str(SCRIPT), *layout.flags, *flags, "--measure-file", f"{folder}/measured.{{rank}}.json"]
         if {SMART_SWAP, ADAPTIVE, "--swap-config"} & set(flags):
             command += ["--swap-report-dir", str(folder)]
-        done = subprocess.run(
-            command, env=environment, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-        )
+        done = run_to_end(command, environment, folder)
         (folder / "output.txt").write_text(done.stdout + done.stderr)
         return done, folder
 
@@ -132,6 +135,33 @@ class Trainer:
             floor = pool.submit(self.train, layout, dtype, *floor_flags)
         self._plain[layout.name, dtype] = plain.result()
         self._floors[layout.name, dtype] = [summary["floor_bytes"] for summary in floor.result().summaries]
+
+
+def run_to_end(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Raises TrainingFailed, with what every thread of every rank was doing, for a run that does not end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=folder, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+        except BaseException as error:
+            abort(process.pid)
+            output, errors = process.communicate()
+            (folder / "output.txt").write_text(output + errors)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TrainingFailed(f"not over after {TIMEOUT_SECONDS} s: {command}\n{errors}") from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def abort(script: int) -> None:
+    """Its ranks write their stacks and end. (The script is the rank where there is one only.)"""
+    ranks = Path(f"/proc/{script}/task/{script}/children").read_text().split()
+    if ranks:
+        os.kill(script, signal.SIGSTOP)  # or it would end the others when the first one does
+    for rank in ranks or [script]:
+        os.kill(int(rank), signal.SIGABRT)
+    time.sleep(STACKS_SECONDS)
+    os.killpg(script, signal.SIGKILL)
 
 
 def faults(
@@ -193,7 +223,7 @@ def main(names: list[str]) -> int:
         start = time.monotonic()
         try:
             plain, swapped = trainer.plain(layout, dtype), trainer.swapped(layout, dtype, feature)
-        except (TrainingFailed, subprocess.TimeoutExpired) as error:
+        except TrainingFailed as error:
             bad += 1
             print(f"{name:24} {dtype} FAILED {error}", flush=True)
             continue

@@ -5,31 +5,14 @@ import functools
 import json
 
 import pytest
-from layout_runs import Trainer, prepare_text
+from layout_runs import Trainer
 from layouts import LAYOUTS
-
-from mindspeed_swap.units import GIB
+from trained import gib, stable_peak, stable_steps
 
 pytest.importorskip("megatron.training")
 
 ONE = LAYOUTS["one"]
 LEVELS = [0.9, 0.8, 0.7, 0.6, 0.5, 0.4]
-
-
-@pytest.fixture(scope="module")
-def trainer(tmp_path_factory) -> Trainer:
-    folder = tmp_path_factory.mktemp("training")
-    return Trainer(folder, prepare_text(folder / "text"))
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.9f}"
-
-
-def stable_peak(run, rank: int = 0) -> int:
-    """Most in a step that Stable ran."""
-    steps = run.measured[rank]["steps"]
-    return max(step["peak_bytes"] for step in steps[len(steps) - run.summaries[rank]["stable"]["steps"] :])
 
 
 @functools.cache
@@ -111,6 +94,20 @@ def test_ranks_that_run_the_same_layers_follow_one_plan(trainer, name):
     assert (plans[0] == plans[1]) == (name != "pp"), plans
     if name == "pp":
         assert "rank 1] smart-swap: WarmUp -> SearchPolicy" in run.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["vpp_one_layer", "vpp_two_layers", "ep"])
+def test_chunks_of_a_pipeline_and_experts_within_a_target(trainer, name):
+    """One target for all ranks, below what the least of them needs."""
+    layout = LAYOUTS[name]
+    plain = trainer.plain(layout, layout.dtype)
+    target = 0.8 * min(plain.peaks())
+    run = trainer.train(layout, layout.dtype, "--smart-swap", "--swap-memory-target", gib(target))
+    assert run.digests() == plain.digests()
+    for rank in range(layout.ranks):
+        assert run.summaries[rank]["phase"] == "Stable" and len(stable_steps(run, rank)) >= 2
+        assert stable_peak(run, rank) <= target
 
 
 @pytest.mark.full
