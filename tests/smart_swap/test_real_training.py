@@ -144,4 +144,7 @@ def test_host_budget_too_small_for_the_device_is_an_error_with_the_figure(traine
 def test_settings_of_a_feature_that_is_off(trainer):
     done, _ = trainer.start(ONE, ONE.dtype, "--swap-memory-target", "1")
     assert done.returncode != 0
-    assert "--swap-memory-target is a setting of --smart-swap, which is off: add --smart-swap" in done.stderr
+    assert (
+        "--swap-memory-target is a setting of --smart-swap and --adaptive-memory-optimization, which are off: "
+        "add --smart-swap or --adaptive-memory-optimization" in done.stderr
+    )
