@@ -2,7 +2,7 @@
 
     --smart-swap --swap-policy-config configs/swap_policy_bucket.py
 """
-from mindspeed_swap.smart_swap.knobs import SwapPolicyPref
+from mindspeed_swap.smart_swap import SwapPolicyPref
 
 
 class SwapPolicyConfig:

@@ -2,7 +2,7 @@
 
     --smart-swap --swap-policy-config configs/swap_policy_fit.py
 """
-from mindspeed_swap.smart_swap.knobs import AUTO
+from mindspeed_swap.smart_swap import AUTO
 
 
 class SwapPolicyConfig:

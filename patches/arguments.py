@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import os
@@ -30,7 +31,10 @@ def _gib(text: str) -> float:
 
 
 def _target(text: str) -> float:
-    return 0.0 if text.strip() == "0" else _gib(text)
+    with contextlib.suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return _gib(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

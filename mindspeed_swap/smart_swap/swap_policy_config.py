@@ -5,7 +5,7 @@ have been parsed; a name that does not exist or a value of another type is an er
 
 AUTO means: derived from what was measured, by the rule told here. A number given is obeyed.
 """
-from mindspeed_swap.smart_swap.knobs import AUTO, SwapPolicyPref
+from mindspeed_swap.smart_swap import AUTO, SwapPolicyPref
 
 
 class SwapPolicyConfig:

@@ -1,6 +1,7 @@
 """Every knob that decides how much, and of what, on a recorded step: bytes are what the setting says."""
 from __future__ import annotations
 
+import argparse
 from collections import defaultdict
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from traces import MIB, Shape, megatron_trace
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.windows import windows
+from mindspeed_swap.patches.arguments import add_arguments
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.stages import NO_LAYER, eligible, stages
@@ -155,3 +157,16 @@ def test_a_trimmed_plan_that_misses_the_device_is_an_error_with_the_figure():
     answer = make_plan(TRACE, Policy(), [budget], 100 * MIB)
     assert answer.plan is None
     assert "infeasible: the floor is" in answer.text and "--swap-host-memory" in answer.text
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", " 0 ", "0e0"])
+def test_a_target_of_nothing_in_any_spelling(text):
+    parser = add_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--swap-memory-target", text]).swap_memory_target == 0.0
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "x", ""])
+def test_a_target_that_is_none(text, capsys):
+    with pytest.raises(SystemExit):
+        add_arguments(argparse.ArgumentParser()).parse_args(["--swap-memory-target", text])
+    assert "expected a number of GB (1024^3 bytes) above 0" in capsys.readouterr().err
