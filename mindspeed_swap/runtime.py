@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_swap import hooks
+from mindspeed_swap import hooks, termination
 from mindspeed_swap.core.accelerator import HOOK_VARIABLE, get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.host_budget import host_budget
@@ -30,6 +28,7 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.front_end import FineGrained
 from mindspeed_swap.log import rank, say
+from mindspeed_swap.model_state import has_state, owned_by, with_gradients
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
@@ -116,7 +115,7 @@ class Runtime:
                     yield
             finally:
                 self.in_step = False
-            _end_if_terminated()
+            termination.end_if_terminated()
 
     def _may_overlap(self) -> bool:
         """Not while steps are recorded: the plans would count on memory in which state is on its way."""
@@ -130,10 +129,10 @@ class Runtime:
         self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
         search = self.shapes.current
         if self._models != models or search is None or search.phase is not Phase.STABLE:
-            self._owned = list(_owned_by(models))  # walking through modules takes as long as starting a dozen kernels
+            self._owned = list(owned_by(models))  # walking through modules takes as long as starting a dozen kernels
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
-        self.manager.movable.keep_on_device(_with_gradients(self._owned))
+        self.manager.movable.keep_on_device(with_gradients(self._owned))
         if self.shapes.vary:
             self.manager.begin_step()
         else:
@@ -166,7 +165,7 @@ class Runtime:
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""
-        _end_if_terminated()
+        termination.end_if_terminated()
         if not self.in_step or not torch.is_grad_enabled():
             if self._overlap and not self.in_step:
                 self._overlap.settle()  # an evaluation: its memory is not that of a training step
@@ -198,7 +197,7 @@ class Runtime:
 
     def layer(self, number: int, entering: Any = None) -> Any:
         """``entering``: what the layer gets. Of the first one in a step it tells the size of the microbatches."""
-        _end_if_terminated()
+        termination.end_if_terminated()
         if not self.in_step:
             return _NOTHING
         if self._overlap and isinstance(entering, torch.Tensor):
@@ -222,7 +221,7 @@ class Runtime:
         return self.manager.recomputed() if self.in_step else _NOTHING
 
     def enter_optimizer(self) -> None:
-        _end_if_terminated()
+        termination.end_if_terminated()
         if self.in_step and not self._in_optimizer:  # chained optimizers step inside one another
             self._in_optimizer = True
             if self.shapes:
@@ -295,7 +294,7 @@ class Runtime:
             static_bytes=memory.allocated_bytes,
             copy_overhead_ms=COPY_OVERHEAD_MS,
             **asdict(self._link),
-            has_optimizer_state=_has_state(optimizer),
+            has_optimizer_state=has_state(optimizer),
         )
 
     def report(self, *, with_trace: bool) -> None:
@@ -331,34 +330,9 @@ def _loaded_plans(options: Options) -> dict[Shape, Plan]:
     return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
 
 
-def _owned_by(models: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers."""
-    for model in models:
-        yield from model.parameters()
-        yield from (buffer for _, buffer in model.named_buffers())  # DDP has a list in the place of buffers()
-
-
-def _with_gradients(owned: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Storages that outlive every step."""
-    for tensor in owned:
-        yield tensor
-        for name in ("main_grad", "grad"):
-            gradient = getattr(tensor, name, None)
-            if isinstance(gradient, torch.Tensor):
-                yield gradient
-
-
-def _has_state(optimizer: Any) -> bool:
-    """True if every inner optimizer already has its state: later steps use the same memory again."""
-    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    inner = [getattr(part, "optimizer", None) for part in parts]
-    return all(bool(getattr(each, "state", None)) for each in inner if each is not None)
-
-
 _options: Options | None = None
 _host_budget_bytes = 0
 _runtime: Runtime | None = None
-_terminated_by = 0  # signal number
 
 
 def started() -> bool:
@@ -379,9 +353,7 @@ def start(options: Options) -> None:
     say(budget.line)
     _options, _host_budget_bytes = options, budget.per_rank_bytes
     atexit.register(stop)
-    on_main = threading.current_thread() is threading.main_thread()
-    if on_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # somebody else's handler stays
-        signal.signal(signal.SIGTERM, _on_terminate)
+    termination.install(lambda: _runtime is not None and _runtime.in_step)
 
 
 def get() -> Runtime:
@@ -400,31 +372,11 @@ def call(
     return function(*args, **kwargs) if _runtime is None else _runtime.call(name, function, args, kwargs, **how)
 
 
-def _on_terminate(number: int, frame: Any) -> None:
-    """SIGTERM would end the process without running ``atexit``: page-locked memory must be given back first.
-
-    Raising here would be lost if the signal came during a finaliser or an allocator's callback, so inside a step the
-    next border of the step raises. A second signal has the default action.
-    """
-    del frame
-    global _terminated_by
-    signal.signal(number, signal.SIG_DFL)
-    _terminated_by = number
-    if _runtime is None or not _runtime.in_step:
-        _end_if_terminated()
-
-
-def _end_if_terminated() -> None:
-    if _terminated_by:
-        raise SystemExit(128 + _terminated_by)
-
-
 def stop() -> None:
     """Give everything back. Idempotent."""
     global _options, _runtime
     runtime, _runtime, _options = _runtime, None, None
-    if signal.getsignal(signal.SIGTERM) is _on_terminate:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    termination.uninstall()
     atexit.unregister(stop)
     if runtime is not None:
         runtime.close()

@@ -6,7 +6,7 @@ from collections import deque
 import torch
 
 from mindspeed_swap.core.accelerator.base import Stream
-from mindspeed_swap.core.saved_tensor import SavedTensor
+from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import Key
 
 
@@ -24,6 +24,10 @@ class LiveTensors:
         storage = tensor.untyped_storage()
         saved = self._by_storage.get((storage._cdata, tensor._version))
         return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
+
+    def dropped(self, serial: int) -> SavedTensor | None:
+        saved = self.by_serial.get(serial)
+        return saved if saved is not None and saved.state is State.DROPPED else None
 
     def add(self, tensor: torch.Tensor, key: Key, stream: Stream) -> SavedTensor:
         self._serial += 1

@@ -108,7 +108,7 @@ class ModuleCalls:
                 earlier, before = accelerator.take_interval(), accelerator.record(accelerator.compute_stream())
             try:
                 with span("recompute of", call.key):
-                    call.run(manager.fetch, manager.dropped, manager.give, self._watching)
+                    call.run(manager.fetch, manager.live.dropped, manager.give, self._watching)
             finally:
                 self._runs_again -= 1
                 manager.scope = outer

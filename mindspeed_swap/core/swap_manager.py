@@ -248,10 +248,6 @@ class SwapManager:
                 self._mover.load(packed.saved)
         return view
 
-    def dropped(self, serial: int) -> SavedTensor | None:
-        saved = self.live.by_serial.get(serial)
-        return saved if saved is not None and saved.state is State.DROPPED else None
-
     def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
         """What a module made again."""
         with self._lock:
