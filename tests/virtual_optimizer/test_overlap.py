@@ -31,7 +31,7 @@ from mindspeed_swap.virtual_optimizer.swap_tensor import to_host
 from mindspeed_swap.virtual_optimizer.waits import Wait
 
 STATE_BYTES = 2 * LAYERS * WIDTH * WIDTH * 4
-SLOW = 0.01  # 10^9 bytes per second: the state takes 80 ms each way
+SLOW = 0.01  # 10^7 bytes per second: the state takes 80 ms each way
 FAST = 0.0  # at once
 
 
