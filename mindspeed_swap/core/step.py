@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.trace import FORWARD, MODULE_BORDER, OUTSIDE, Key, ModuleKey, Position, StepTrace
+from mindspeed_swap.core.trace import FORWARD, MODULE_BORDER, OUTSIDE, Key, ModuleKey, Position, StepTrace, new
 
 NAMELESS = -1  # ordinals of nameless keys are below
 
@@ -53,8 +53,7 @@ class Scope:
         layer = self.layer
         ordinal = self._ordinals.get(layer, 0)
         self._ordinals[layer] = ordinal + 1
-        # ``Key(...)`` without its ``__new__``, which is a function in Python.
-        return tuple.__new__(Key, (self.microbatch, self.chunk, layer, ordinal))
+        return new(Key, (self.microbatch, self.chunk, layer, ordinal))
 
     def nameless_key(self) -> Key:
         """For what nobody has saved yet: an argument of a call that will run again."""

@@ -28,11 +28,8 @@ from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State,
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import NAMELESS, Scope, StepStats
 from mindspeed_swap.core.strays import Strays
-from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace, new
 from mindspeed_swap.core.waits import Wait
-
-# What a named tuple's own ``__new__`` does, which is a function in Python.
-_new = tuple.__new__
 
 
 class SwapManager:
@@ -171,7 +168,7 @@ class SwapManager:
         number = self.calls.next_save()
         if self.movable.refuses(tensor):
             return Passed(tensor)
-        position: Position = _new(Position, (FORWARD, *key))
+        position: Position = new(Position, (FORWARD, *key))
         self._close(position)
         handle = self._keep(tensor, key, number)
         self._act(position)
@@ -224,7 +221,7 @@ class SwapManager:
         first = not packed.read
         if first:
             packed.read = True
-            position: Position = _new(Position, (BACKWARD, *packed.key))
+            position: Position = new(Position, (BACKWARD, *packed.key))
             self._close(position)
         view = self._read(packed, first)
         if view is None:

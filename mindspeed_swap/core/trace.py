@@ -28,6 +28,10 @@ OUTSIDE = 0  # layer number of everything that runs outside the transformer laye
 TRACE_VERSION = 2
 
 
+# What a named tuple's own ``__new__`` does, which is a function in Python: for what is named many times a step.
+new = tuple.__new__
+
+
 class Key(NamedTuple):
     """Names one saved storage within a step, by its first save. ``ordinal`` counts every save of the layer (or of
     the part outside all layers), before any filter, so that a size threshold never renumbers sites."""

@@ -207,14 +207,16 @@ class Overlap:
         if self._manager and (self._manager.bytes_in[State.HOST] or self._manager.bytes_in[State.RETURNING]):
             return
         self._loading = True
-        # A buffer that would push activations out is left for the optimizer's step.
-        with self._manager.without_evicting() if self._manager else contextlib.nullcontext():
-            for pipeline in self._pipelines:
-                while pipeline.comes_ahead and pipeline.wants_more:
-                    size = pipeline.next_buffer_bytes
-                    if self._held + size > most_bytes or not self._fits(size) or not pipeline.load_ahead():
-                        break
-        self._loading = False
+        try:
+            # A buffer that would push activations out is left for the optimizer's step.
+            with self._manager.without_evicting() if self._manager else contextlib.nullcontext():
+                for pipeline in self._pipelines:
+                    while pipeline.comes_ahead and pipeline.wants_more:
+                        size = pipeline.next_buffer_bytes
+                        if self._held + size > most_bytes or not self._fits(size) or not pipeline.load_ahead():
+                            break
+        finally:
+            self._loading = False
 
     def _fits(self, nbytes: int) -> bool:
         """Asked first: an allocation that fails costs more."""

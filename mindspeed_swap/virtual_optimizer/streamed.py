@@ -202,42 +202,6 @@ class _WatchedState(defaultdict):
         super().__init__(dict, state)
         self._before = before
 
-    def __getitem__(self, key: Any) -> Any:
-        self._before()
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._before()
-        return super().get(key, default)
-
-    def pop(self, *args: Any) -> Any:
-        self._before()
-        return super().pop(*args)
-
-    def items(self) -> Any:
-        self._before()
-        return super().items()
-
-    def values(self) -> Any:
-        self._before()
-        return super().values()
-
-    def keys(self) -> Any:
-        self._before()
-        return super().keys()
-
-    def __iter__(self) -> Any:  # ``dict(state)`` and ``{**state}`` would not ask for anything if this were dict's own
-        self._before()
-        return super().__iter__()
-
-    def setdefault(self, *args: Any) -> Any:
-        self._before()
-        return super().setdefault(*args)
-
-    def popitem(self) -> Any:
-        self._before()
-        return super().popitem()
-
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
 
@@ -251,6 +215,21 @@ class _WatchedState(defaultdict):
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self.items()))
+
+
+def _watched(name: str) -> Callable:
+    own = getattr(defaultdict, name)
+
+    def method(self: _WatchedState, *args: Any) -> Any:
+        self._before()
+        return own(self, *args)
+
+    return method
+
+
+# ``__iter__``: ``dict(state)`` and ``{**state}`` would not ask for anything if it were dict's own.
+for _name in ("__getitem__", "__iter__", "get", "items", "keys", "pop", "popitem", "setdefault", "values"):
+    setattr(_WatchedState, _name, _watched(_name))
 
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from competitors import (  # noqa: E402
     compile_budget,
@@ -35,6 +34,8 @@ from points import FULL, PLAIN, Context, Point  # noqa: E402
 from results import VERSION, Results, read  # noqa: E402
 from training import Job, Run  # noqa: E402
 from workloads import GPU, NAMES, SIM, Workload, workload  # noqa: E402
+
+from mindspeed_swap.files import replace_file  # noqa: E402
 
 # In the order in which time is best spent.
 COMPETITORS = (
@@ -136,17 +137,15 @@ class Call:
         return Run(job, self.args.device, self.machine["id"])
 
     def _save(self) -> None:
+        given = ["OUT" if Path(each) == self.args.out else each for each in self.args.given]  # a path of one machine
         data = {
             "version": VERSION,
             "machine": self.machine,
             "versions": versions(),
-            "command": " ".join([f"scripts/bench/{Path(sys.argv[0]).name}", *self.args.given]),
+            "command": " ".join([f"scripts/bench/{Path(sys.argv[0]).name}", *given]),
             "points": self.added,
         }
-        path = self.args.out / self.file
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(data, indent=1) + "\n")
-        os.replace(partial, path)
+        replace_file(self.args.out / self.file, json.dumps(data, indent=1) + "\n")
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -82,14 +82,19 @@ def test_trains_at_1_02_of_the_floor_below_it_one_error_with_floor_and_phase(tra
     assert "infeasible: the floor is" in done.stderr and "reached in phase" in done.stderr
 
 
+def at_a_target(trainer, layout, share):
+    """One target for all ranks, below what the least of them needs: the run, which has plain's bits, and the target."""
+    plain = trainer.plain(layout, layout.dtype)
+    target = share * min(plain.peaks())
+    run = trainer.train(layout, layout.dtype, "--smart-swap", "--swap-memory-target", gib(target))
+    assert run.digests() == plain.digests()
+    return run, target
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["tp", "dp", "pp", "ep"])
 def test_ranks_that_run_the_same_layers_follow_one_plan(trainer, name):
-    layout = LAYOUTS[name]
-    plain = trainer.plain(layout, layout.dtype)
-    target = 0.75 * min(plain.peaks())
-    run = trainer.train(layout, layout.dtype, "--smart-swap", "--swap-memory-target", gib(target))
-    assert run.digests() == plain.digests()
+    run, _ = at_a_target(trainer, LAYOUTS[name], 0.75)
     plans = [(s["plan"]["swap_bytes"], s["plan"]["tensors"], len(s["tries"])) for s in run.summaries]
     assert (plans[0] == plans[1]) == (name != "pp"), plans
     if name == "pp":
@@ -99,13 +104,8 @@ def test_ranks_that_run_the_same_layers_follow_one_plan(trainer, name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["vpp_one_layer", "vpp_two_layers", "ep"])
 def test_chunks_of_a_pipeline_and_experts_within_a_target(trainer, name):
-    """One target for all ranks, below what the least of them needs."""
-    layout = LAYOUTS[name]
-    plain = trainer.plain(layout, layout.dtype)
-    target = 0.8 * min(plain.peaks())
-    run = trainer.train(layout, layout.dtype, "--smart-swap", "--swap-memory-target", gib(target))
-    assert run.digests() == plain.digests()
-    for rank in range(layout.ranks):
+    run, target = at_a_target(trainer, LAYOUTS[name], 0.8)
+    for rank in range(LAYOUTS[name].ranks):
         assert run.summaries[rank]["phase"] == "Stable" and len(stable_steps(run, rank)) >= 2
         assert stable_peak(run, rank) <= target
 

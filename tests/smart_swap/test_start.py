@@ -23,8 +23,6 @@ def test_a_link_far_below_its_slot_is_said(monkeypatch, capsys, slot_gbps, warns
     try:
         assert (f"of the {slot_gbps} GB/s that its PCIe slot has" in capsys.readouterr().out) == warns
     finally:
-        runtime._guard.close()
-        runtime.manager.close()
-        runtime.pool.close()
+        runtime.close()
         device.extension().set_pressure_handler(None)
         device.extension().shutdown()

@@ -42,9 +42,7 @@ def running(sim, monkeypatch):
     runtime = Runtime(Options(True, None, None, "model=test", policy=Policy()), 256 * MIB)
     runtime.install_overlap(Overlap())
     yield runtime
-    runtime._guard.close()
-    runtime.manager.close()
-    runtime.pool.close()
+    runtime.close()
 
 
 def test_an_evaluation_has_the_memory_to_itself(running):

@@ -35,6 +35,7 @@ class Interval:
     peak_bytes: int
     largest_request_bytes: int
 
+
 # What is copied: a flat uint8 tensor, or a whole storage. ``len`` is its bytes.
 Bytes = torch.Tensor | torch.UntypedStorage
 
