@@ -5,6 +5,7 @@ Patches call ``get()``; the core never does.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,6 +46,18 @@ _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
 _MORE_ROOM = "give the device (or the target) more room, make a microbatch smaller or recompute a part"
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collections: one takes longer than many a step, where the heap is as large as Megatron's."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Runtime:
@@ -138,7 +151,8 @@ class Runtime:
         else:
             self._order(self.manager.begin_step)
         try:
-            yield
+            with uncollected() if self.manager.recorder else nullcontext():
+                yield
         except torch.OutOfMemoryError:
             say(self._why_out_of_memory(), every_rank=True)
             raise

@@ -32,7 +32,7 @@ VARIANTS = {
     "smart-swap": "--smart-swap",
     "adaptive memory": "--adaptive-memory-optimization",
     "virtual optimizer": "--virtual-optimizer all",
-    "all together": "--adaptive-memory-optimization --virtual-optimizer all",
+    "all together": "--adaptive-memory-optimization --virtual-optimizer all --virtual-optimizer-master",
 }
 COUNTED_STEPS = 20
 GUESSED_TRIALS = 8  # per variant, for the time left while nothing better is known
@@ -143,13 +143,23 @@ class Search:
         )
 
     # ---- the search
+    def fits(self, variant: str, layers: int) -> bool:
+        """What is known of a larger model that fits, or of a smaller one that does not, holds here too."""
+        for known in self.trials:
+            if known.variant == variant and (known.layers >= layers if known.fits else known.layers <= layers):
+                return known.fits
+        return self.trial(variant, layers, self.args.probe_steps).fits
+
     def limit(self, variant: str) -> Trial | None:
         """The largest model of a variant, run for as many steps as count. None if not even the smallest fits."""
+        if self.args.at is not None:
+            done = self.trial(variant, self.args.at, self.args.probe_steps + COUNTED_STEPS)
+            return done if done.fits else None
         fits, too_many = 0, self.args.most + 1
         layers = min(self.args.first, self.args.most)
         while too_many - fits > 1:
             self._progress(variant, fits, too_many)
-            if self.trial(variant, layers, self.args.probe_steps).fits:
+            if self.fits(variant, layers):
                 fits = layers
             else:
                 too_many = layers
@@ -258,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--host-gib", type=float, default=112.0, help="host memory at most (default: %(default)s)")
     parser.add_argument("--first", type=int, default=4, help="layers to begin with (default: %(default)s)")
     parser.add_argument("--most", type=int, default=256, help="layers never exceeded (default: %(default)s)")
+    parser.add_argument("--at", type=int, metavar="LAYERS", help="no search: one counted run of this many layers")
     parser.add_argument("--probe-steps", type=int, default=12, help="of a trial: enough for a search of plans to end")
     parser.add_argument("--trial-minutes", type=float, default=60.0, help="a trial that takes longer does not fit")
     parser.add_argument("--trainer", type=Path, default=HERE / "pretrain_gpt_gpu.sh", help=argparse.SUPPRESS)

@@ -27,6 +27,8 @@ from mindspeed_swap.units import format_bytes
 
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
+# A try that took this much longer than its plan promised is measured once more: something else may have been in its way.
+SURPRISE_SHARE = 0.05
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
 # How often the room is enlarged for one try before its plan is taken to be the only one. AUTO doubles it each time.
@@ -74,6 +76,12 @@ class Try:
     @property
     def rank(self) -> tuple[bool, int, float]:
         return self.trouble > 0 or self.over_bytes > 0, self.over_bytes, self.step_ms
+
+    @property
+    def surprise(self) -> float:
+        """By what share the step took longer, or shorter, than promised."""
+        promised = self.plan.prediction
+        return abs(self.step_ms / promised.step_ms - 1) if promised and promised.step_ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +265,9 @@ class SmartSwap:
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
         if trouble or over:
             self.failed.add(digest(self.plan))
-        if self._may_go_on() and self._next_try(trace, facts):
+        if self._may_go_on() and (self._again() or self._next_try(trace, facts)):
             return True
-        best = min(self.tries, key=lambda tried: tried.rank)
+        best = self._best()
         self.plan, self._accepted_trouble, self.shown = best.plan, best.trouble, best.step
         if self.policy.tries is not None and len(self.tries) < self.policy.tries:
             return True  # nothing else to try, but the setting says when Stable begins
@@ -273,15 +281,31 @@ class SmartSwap:
         return True
 
     def _may_go_on(self) -> bool:
-        if self.policy.tries is not None:
-            return len(self.tries) < self.policy.tries
-        last = self.tries[-1]
-        return len(self.tries) < MAX_TRIES and (last.rank[0] or self._improved())
+        return len(self.tries) < (MAX_TRIES if self.policy.tries is None else self.policy.tries)
 
-    def _improved(self) -> bool:
-        """The last try was faster than all before it, by more than steps differ anyway."""
+    def _again(self) -> bool:
+        """The same plan once more: it was without fault and much slower than it promised."""
+        last = self.tries[-1]
+        if last.rank[0] or last.plan.prediction is None or any(tried.plan is last.plan for tried in self.tries[:-1]):
+            return False
+        return last.step_ms > last.plan.prediction.step_ms * (1 + SURPRISE_SHARE)
+
+    def _best(self) -> Try:
+        """As measured; of those that do not differ by more than steps do anyway the one that went as promised."""
+        best = min(self.tries, key=lambda tried: tried.rank)
+        alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2]]
+        return min(
+            (tried for tried in alike if tried.step_ms <= best.step_ms * (1 + NOISE_SHARE)),
+            key=lambda tried: tried.surprise,
+        )
+
+    def _promises_more(self) -> bool:
+        """The last try was faster than all before it, or the next plan should be, by more than steps differ anyway."""
+        assert self.plan is not None
         *before, last = [tried.step_ms for tried in self.tries if not tried.rank[0]]
-        return not before or last < min(before) * (1 - NOISE_SHARE)
+        best = min(before, default=float("inf"))
+        promised = self.plan.prediction.step_ms if self.plan.prediction else best
+        return last < best * (1 - NOISE_SHARE) or promised < min(best, last) * (1 - NOISE_SHARE)
 
     def _next_try(self, trace: StepTrace, facts: _Facts) -> bool:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
@@ -300,7 +324,7 @@ class SmartSwap:
             except NoPlan:
                 return False
             if self.plan is not None and self.plan.decisions not in tried:
-                return True
+                return self.policy.tries is not None or self.tries[-1].rank[0] or self._promises_more()
             if not facts.trouble:
                 return False
         return False

@@ -24,7 +24,7 @@ def read(folders: Iterable[Path], device: str) -> Results:
     records, machines, overheads = [], {}, []
     for path in sorted({path for folder in folders for path in folder.glob("*.json")}):
         data = json.loads(path.read_text())
-        if data.get("version") != VERSION or "points" not in data:
+        if not isinstance(data, dict) or data.get("version") != VERSION or "points" not in data:
             raise ValueError(f"{path}: not a result file of version {VERSION}")
         if data["machine"]["device"] == device:
             records += [record | {"file": path.name} for record in data["points"]]

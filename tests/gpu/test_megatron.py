@@ -81,8 +81,22 @@ def test_plain_is_deterministic_and_swapped_is_equal(tmp_path):
 
 
 @needs_te
-def test_transformer_engine(tmp_path):
-    check(tmp_path, SMALL | TE_LAYERS, (), {"--smart-swap": (0.9, 0.9)})
+@pytest.mark.parametrize(
+    ("feature", "share", "most_held"),
+    [
+        ("--smart-swap", 0.9, 0.9),
+        ("--adaptive-memory-optimization", 0.9, 0.9),
+        ("--swap-config FILE", 1.0, 1.0),
+        ("--virtual-optimizer all", 1.0, 1.0),
+        ("--adaptive-memory-optimization --virtual-optimizer all", 0.7, 1.0),
+    ],
+    ids=["smart-swap", "adaptive", "swap-config", "virtual-optimizer", "both"],
+)
+def test_transformer_engine(tmp_path, feature, share, most_held):
+    """Its layers and, as Megatron takes it where it is installed, its FusedAdam."""
+    configuration = tmp_path / "swap.yaml"
+    configuration.write_text("swap_config:\n  swap: True\n  default_prefetch: 10\n")
+    check(tmp_path, SMALL | TE_LAYERS, (), {feature.replace("FILE", str(configuration)): (share, most_held)})
 
 
 @needs_two

@@ -82,6 +82,15 @@ def test_started_again_it_goes_on(largest):
     assert other.returncode == 1 and "other settings" in other.stderr
 
 
+def test_at_one_size_and_then_the_search_around_it(largest):
+    done = largest("--only", "plain", "--at", "5", plain=5, recompute=0, swap=0)
+    assert done.returncode == 0 and largest.results()["plain"]["layers"] == 5 and largest.calls() == ["plain 5 32"]
+    assert largest("--only", "plain", "--at", "6", plain=5, recompute=0, swap=0).returncode == 1
+    largest("--only", "plain", plain=5, recompute=0, swap=0)
+    assert largest.results()["plain"]["layers"] == 5
+    assert len(largest.calls()) == 2, "what fits larger fits smaller, and the reverse"
+
+
 def test_the_host_budget_counts(largest):
     largest("--only", "smart-swap", plain=0, recompute=0, swap=20, host_full_above=6)
     assert largest.results()["smart-swap"]["layers"] == 6

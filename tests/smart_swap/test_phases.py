@@ -69,6 +69,62 @@ def test_case_36_try_2_slower_on_purpose_stable_runs_try_1():
     assert [tried.step_ms for tried in it.tries] == [100.0, 300.0]
 
 
+def measured(it: SmartSwap, factor: float) -> None:
+    """One try that took so many times what its plan promised."""
+    step = executed(TRACE, it.plan)
+    it.after_step(StepStats(saved=SAVED), replace(step, step_ms=factor * it.plan.prediction.step_ms))
+
+
+@pytest.mark.parametrize("again", [1.0, 1.5])
+def test_a_try_much_slower_than_promised_is_measured_once_more(again):
+    it = search()
+    run(it, FIRST)
+    run(it, TRACE)
+    plan = it.plan
+    measured(it, 1.5)
+    assert it.phase is Phase.SEARCH and it.plan is plan
+    measured(it, again)
+    assert [tried.plan for tried in it.tries] == [plan, plan]
+    if it.phase is Phase.SEARCH:  # another plan was found for the times as they were
+        assert it.plan is not plan
+        settle(it, TRACE)
+    assert it.phase is Phase.STABLE and sum(tried.plan is plan for tried in it.tries) == 2
+    best = min(tried.step_ms for tried in it.tries)
+    assert next(tried for tried in it.tries if tried.plan is it.plan and tried.step_ms == best)
+
+
+def test_case_36_by_default_too():
+    """Slower each time: try 1 is kept."""
+    it = search()
+    run(it, FIRST)
+    run(it, TRACE)
+    first = it.plan
+    for number in range(8):
+        if it.phase is Phase.STABLE:
+            break
+        step = executed(TRACE, it.plan)
+        points = [replace(p, time_ms=p.time_ms * (1 + 0.3 * number * (i % 7))) for i, p in enumerate(step.points)]
+        step_ms = (1.0 if it.plan is first else 3.0) * it.plan.prediction.step_ms
+        it.after_step(StepStats(saved=SAVED), replace(step, points=points, step_ms=step_ms))
+    assert it.phase is Phase.STABLE and it.plan is first and len(it.tries) > 1
+
+
+def test_the_search_goes_on_while_the_next_plan_promises_more():
+    """Recorded in a slow moment, then twice as fast: what was planned for slow times is not the end."""
+    slow = replace(TRACE, points=[replace(p, time_ms=2 * p.time_ms) for p in TRACE.points])
+    it = search()
+    run(it, FIRST)
+    run(it, slow)
+    promised = []
+    while it.phase is Phase.SEARCH:
+        promised.append(it.plan.prediction.step_ms)
+        run(it, TRACE)
+    assert promised[0] > 1.5 * it.tries[-1].step_ms
+    best = min(tried.step_ms for tried in it.tries)
+    assert next(tried for tried in it.tries if tried.plan is it.plan).step_ms == best
+    assert it.plan.prediction.step_ms == pytest.approx(best), "of two alike the one that was understood"
+
+
 def test_the_prediction_is_there_before_the_step_and_holds():
     it = search()
     run(it, FIRST)
