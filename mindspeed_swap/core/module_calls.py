@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
@@ -52,9 +53,11 @@ class ModuleCalls:
         self._manager.at(scope.module_border())
         tracked, versions, refuses = None, [], self._manager.movable.refuses
         if (recorder := self._manager.recorder) is not None:
+            start = perf_counter()
             inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
             tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs])
+            recorder.host_ms += 1000 * (perf_counter() - start)
         if (outer := self._call) is None:
             result = self._run(key, function, args, kwargs, keeps_outputs, once)
         elif not outer.pointwise:
@@ -70,9 +73,11 @@ class ModuleCalls:
             outer.returned(result)
         self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
+            start = perf_counter()
             unchanged = not once and all(tensor._version == version for tensor, version in versions)
             made = [] if keeps_outputs else [tensor for tensor in tensors(result) if not refuses(tensor)]
             recorder.exit(tracked, [(tensor, self._manager.live.find(tensor)) for tensor in made], unchanged=unchanged)
+            recorder.host_ms += 1000 * (perf_counter() - start)
         return result
 
     def _run(

@@ -2,6 +2,7 @@
 a plan is stable."""
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from mindspeed_swap.core.trace import (
     EXIT,
     FORWARD,
     OUTSIDE,
+    RECOMPUTED,
     CopyRecord,
     Key,
     ModuleKey,
@@ -24,8 +26,6 @@ from mindspeed_swap.core.trace import (
     WaitRecord,
 )
 from mindspeed_swap.core.waits import Wait
-
-RECOMPUTE = "RECOMPUTE"  # cause of a wait, which it is for everything else
 
 
 def _use_count(address: int) -> int:
@@ -54,9 +54,14 @@ class Recorder:
     At each event the manager first reports the dead, then the ``point``, then what happens at that point. So residence
     only begins at points, and whatever left inside an interval (evicted, dead) is gone from it when it is closed: what
     is resident when a point closes was resident through the whole interval.
+
+    Note: [A head start]
+    Recording takes the host longer than the step itself would. Where compute then waits for the host, intervals are
+    measured that no other step has. So compute is kept busy, before the step, for as long as recording took the host in
+    the last recorded step: the host is as far ahead as it would be without.
     """
 
-    def __init__(self, accelerator: Accelerator, trace: StepTrace) -> None:
+    def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
         self._accelerator = accelerator
         self._sole_count = sole_holder_count()
         self._marks: list[Any] = []
@@ -71,7 +76,9 @@ class Recorder:
         self._before_again: Interval | None = None  # what had been measured of that interval before
         self.modules = ModuleRecorder()
         self.trace = trace
+        self.host_ms = 0.0  # that recording has taken
         accelerator.take_interval()
+        accelerator.occupy(head_start_ms)
         self._start = accelerator.record(accelerator.compute_stream())
 
     @property
@@ -80,6 +87,7 @@ class Recorder:
 
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
+        start = perf_counter()
         memory = self._accelerator.memory()
         allocated = memory.allocated_bytes
         index = self._next
@@ -103,6 +111,7 @@ class Recorder:
         )  # fmt: skip
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
+        self.host_ms += 1000 * (perf_counter() - start)
 
     def saved(self, saved: SavedTensor) -> None:
         """First save, at the point just closed. (What nobody has saved yet is resident, but no save.)"""
@@ -171,7 +180,7 @@ class Recorder:
         self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval
     ) -> None:
         """A module ran again between the two events. Its peak is kept apart from what the interval needs anyway."""
-        self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTE, before, after))
+        self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTED, before, after))
         self._again_peak = max(self._again_peak, interval.peak_bytes)
         known = self._before_again or earlier
         self._before_again = Interval(

@@ -64,6 +64,7 @@ class SwapManager:
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}
         self._thread = threading.local()
+        self._recording_ms = 0.0  # of the host, in the last recorded step
 
     @property
     def recorder(self) -> Recorder | None:
@@ -99,13 +100,14 @@ class SwapManager:
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = keys_by_position(self._swaps.values())
             self._strays.begin(read_order)
-        self._mover.recorder = Recorder(self.accelerator, trace) if trace is not None else None
+        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
         trace = None
         if recorder is not None:
+            self._recording_ms = recorder.host_ms
             recorder.trace.evicted_bytes = self.stats.evicted_bytes
             trace = recorder.finish()
         self._mover.count_late_loads()

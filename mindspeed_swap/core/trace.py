@@ -125,6 +125,9 @@ class CopyRecord:
     end_ms: float
 
 
+RECOMPUTED = "RECOMPUTE"  # cause of a wait that is none: a module ran again, for which everything else waits
+
+
 @dataclass(slots=True)
 class WaitRecord:
     """Compute waited for a copy of this tensor, or found at the wait that it need not. Times as of copies."""
@@ -165,7 +168,7 @@ class StepTrace:
     d2h_both_bytes_per_ms: float = 0.0  # while the other direction is busy too; 0: not measured, as alone
     h2d_both_bytes_per_ms: float = 0.0
     copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
-    stall_ms: float = 0.0  # waits of compute for copies; the times of the points are without them
+    stall_ms: float = 0.0  # waits for copies and recomputes; the times of the points are without them
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
     operators: list[OperatorRecord] = field(default_factory=list)  # custom ones, in the order in which they ended
@@ -175,6 +178,10 @@ class StepTrace:
         """What interval ``index`` needs besides the saved tensors that are resident through it."""
         point = self.points[index]
         return max(0, point.peak_bytes - point.recompute_bytes - point.resident_bytes)
+
+    @property
+    def copy_waits(self) -> list[WaitRecord]:
+        return [wait for wait in self.waits if wait.cause != RECOMPUTED]
 
     def measured_ms(self) -> list[float]:
         """When each point was really reached: its time, and all waits before it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_swap.core.simulate import memory_curve
 from mindspeed_swap.core.step import ExecutedStep
-from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, Position, StepTrace
+from mindspeed_swap.core.trace import EXIT, FORWARD, OPTIMIZER, OUTSIDE, RECOMPUTED, Position, StepTrace
 from mindspeed_swap.report.figures import PHASES
 
 MICROBATCHES, LAYERS, STALLS, TO_HOST, TO_DEVICE, OPERATORS = range(1, 7)
@@ -27,7 +27,10 @@ CUSTOM = {OPERATORS: "custom operators"}  # a lane where there are any
 ALLOCATED, PEAK, PLAIN, RESERVED = "allocated", "peak", "peak without plan", "reserved"
 # A wait that need not wait still takes the time between two events; below this it is not shown as a stall.
 SHORTEST_STALL_MS = 0.01
-_CAUSES = {"RELEASE_AFTER_OFFLOAD": "copy to host not done", "USE_AFTER_LOAD": "copy to device not done"}
+_CAUSES = {
+    "RELEASE_AFTER_OFFLOAD": "copy to host not done", "USE_AFTER_LOAD": "copy to device not done",
+    RECOMPUTED: "recompute",
+}  # fmt: skip
 
 Event = dict[str, Any]
 

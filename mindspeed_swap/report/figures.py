@@ -21,13 +21,17 @@ def figures(step: ExecutedStep) -> dict[str, Any]:
     trace, plan = step.trace, step.plan
     prediction = plan.prediction
     phases = _phases(step)
+    stall_ms = sum(wait.end_ms - wait.start_ms for wait in trace.copy_waits)
     return {
         "step_ms": {
             "measured": trace.step_ms,
             "predicted": prediction.step_ms if prediction else None,
             "without_plan": plain_step_ms(trace),
         },
-        "stall_ms": {"measured": trace.stall_ms, "predicted": prediction.stall_ms if prediction else None},
+        "stall_ms": {"measured": stall_ms, "predicted": prediction.stall_ms if prediction else None},
+        "recompute_ms": {
+            "measured": trace.stall_ms - stall_ms, "predicted": prediction.recompute_ms if prediction else None,
+        },
         "phases": phases,
         "static_bytes": trace.static_bytes,
         "held_bytes": trace.held_bytes,
@@ -95,7 +99,7 @@ def hidden_share(trace: StepTrace) -> float | None:
     total = sum(end - start for start, end in copies)
     if total <= 0:
         return None
-    waits = _union((wait.start_ms, wait.end_ms) for wait in trace.waits)
+    waits = _union((wait.start_ms, wait.end_ms) for wait in trace.copy_waits)
     ends = [end for _, end in waits]
     exposed = 0.0
     for start, end in copies:

@@ -108,7 +108,8 @@ def _phases(rank: RankFiles) -> str:
             f"peak, {name}", _bytes(peak["without_plan"]), _bytes(peak["predicted"]), _bytes(peak["measured"]),
             _difference(peak), _bytes(phase["peak_reserved_bytes"]["measured"]),
         ))  # fmt: skip
-    for name, what in (("step_ms", "step time"), ("stall_ms", "waits for copies")):
+    rows_ms = (("step_ms", "step time"), ("stall_ms", "waits for copies"), ("recompute_ms", "recompute"))
+    for name, what in rows_ms:
         values = step[name]
         rows.append((
             what, _ms(values.get("without_plan")), _ms(values["predicted"]), _ms(values["measured"]),

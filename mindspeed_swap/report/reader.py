@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_swap.errors import SettingError
 
 # Of summary.json, with the types that the page relies on. Documented in report/summary.py.
-SUMMARY_VERSION = 2
+SUMMARY_VERSION = 3
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "run_id": str, "rank": int, "world_size": int, "versions": dict, "device": str, "layout": dict, "phase": str,
     "steps": int, "capacity_bytes": int, "target_bytes": int, "peak_bytes": int, "plan": dict, "tries": list,
@@ -20,6 +20,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 _NUMBERS = (
     "host.budget_bytes", "host.peak_used_bytes",
     "step.step_ms.measured", "step.step_ms.without_plan", "step.stall_ms.measured",
+    "step.recompute_ms.measured",
     "step.bytes_out", "step.bytes_in", "step.counters.*",
     "step.phases.*.peak_allocated_bytes.measured", "step.phases.*.peak_allocated_bytes.without_plan",
     "step.phases.*.peak_reserved_bytes.measured",

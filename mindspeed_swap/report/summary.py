@@ -32,6 +32,7 @@ step would take if nothing were swapped (simulated).
 
 ==================  ================================================================================================
 step_ms, stall_ms   time of the step; time in it that compute waited for copies
+recompute_ms        time in it in which modules ran again
 phases              by phase (forward, backward, optimizer): most bytes allocated, and most reserved by the
                     allocator, which is not predicted
 static_bytes        allocated when the step began
@@ -61,7 +62,7 @@ from mindspeed_swap.report.figures import figures
 from mindspeed_swap.smart_swap.search import SmartSwap
 from mindspeed_swap.version import __version__
 
-SUMMARY_VERSION = 2
+SUMMARY_VERSION = 3
 
 
 def summarize(

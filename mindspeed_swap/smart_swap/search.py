@@ -27,7 +27,7 @@ from mindspeed_swap.units import format_bytes
 
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
-# A try that took this much longer than its plan promised is measured once more: something else may have been in its way.
+# A try that took this much longer than promised is measured once more: something else may have been in its way.
 SURPRISE_SHARE = 0.05
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2

@@ -12,8 +12,9 @@ from mindspeed_swap.units import MIB
 from mindspeed_swap.virtual_optimizer.arena import Arena, choose
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
 
-PARAMETER_BYTES = 32 * MIB  # its moments take a tenth of a second even on a slow link
-SLICES = 16
+# Of this its moments are SLICES slices as large as a model's: smaller ones take the host longer than the link.
+PARAMETER_BYTES = 128 * MIB
+SLICES = 8
 STEPS = 3  # timed together, after one that sets things up
 
 Optimizer = torch.optim.Optimizer

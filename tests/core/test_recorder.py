@@ -166,6 +166,17 @@ def test_recording_changes_nothing_and_ends_with_its_step(sim):
     assert_same(outcome, plain)
 
 
+def test_compute_waits_before_a_recorded_step_for_as_long_as_recording_took_in_the_last_one(sim, monkeypatch):
+    body, leaves = blocks(3, width=32)
+    manager = new_manager(sim)
+    given = []
+    monkeypatch.setattr(sim, "occupy", given.append)
+    for recorded in (True, False, True):
+        run_step(body, leaves, manager, record=recorded)
+    assert given[0] == 0.0 and len(given) == 2
+    assert 0.0 < given[1] < 1000.0
+
+
 def test_tensors_of_an_earlier_step_belong_to_the_base(sim):
     leaf = torch.randn(SIZE, SIZE, requires_grad=True)
     manager = new_manager(sim)

@@ -241,6 +241,18 @@ def test_refused_registration_names_what_failed(accelerator):
 
 
 @needs_kernels
+def test_occupied_for_about_as_long_as_asked(accelerator):
+    stream = accelerator.compute_stream()
+    accelerator.occupy(0.0)
+    before = accelerator.record(stream)
+    accelerator.occupy(40.0)
+    after = accelerator.record(stream)
+    assert not accelerator.done(after), "the host goes on"
+    accelerator.synchronize(after)
+    assert 10.0 < accelerator.elapsed_ms(before, after) < 160.0
+
+
+@needs_kernels
 def test_copies_do_not_block_the_host(accelerator, host):
     stream, memory = accelerator.new_stream(), host(64 * MIB)
     source = accelerator.empty(64 * MIB)

@@ -37,10 +37,10 @@ def test_empty_or_foreign(tmp_path):
     ("content", "told"),
     [
         ("", "damaged or not ours"),
-        ('{"version": 2', "damaged or not ours"),
+        ('{"version": 3', "damaged or not ours"),
         ("[1, 2]", "version None"),
         ('{"version": 1}', f"version 1, this release reads version {SUMMARY_VERSION}"),
-        ('{"version": 2, "rank": 0}', "'run_id' is missing"),
+        ('{"version": 3, "rank": 0}', "'run_id' is missing"),
         (b"\xff\xfe\x00", "damaged or not ours"),
     ],
 )

@@ -6,7 +6,7 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import ExecutedStep, StepStats
-from mindspeed_swap.core.trace import CopyRecord, Key, StepTrace, WaitRecord
+from mindspeed_swap.core.trace import RECOMPUTED, CopyRecord, Key, StepTrace, WaitRecord
 from mindspeed_swap.report.figures import figures, hidden_share
 
 KEY = Key(0, 0, 1, 0)
@@ -33,6 +33,12 @@ def trace_of(copies, waits=()):
 )
 def test_share_of_the_copies_time_that_is_hidden(copies, waits, share):
     assert hidden_share(trace_of(copies, waits)) == (None if share is None else pytest.approx(share))
+
+
+def test_a_recompute_is_no_wait_for_a_copy():
+    trace = trace_of([(0.0, 10.0)], [(1.0, 3.0)])
+    trace.waits.append(WaitRecord(KEY, 1, RECOMPUTED, 4.0, 9.0))
+    assert hidden_share(trace) == pytest.approx(0.8)
 
 
 def test_measured_times_are_those_of_the_trace_with_the_waits_put_back():

@@ -33,7 +33,8 @@ def test_measured(undecided, monkeypatch, capsys, make):
 
 
 @pytest.mark.parametrize(("took", "mode"), [
-    ({"streamed": 2.0, "mapped": 1.0}, "mapped"), ({"streamed": 1.0, "mapped": 2.0}, "streamed"), (None, "streamed"),
+    ({"streamed": 3.0, "mapped": 1.0}, "mapped"), ({"streamed": 1.5, "mapped": 1.0}, "streamed"),
+    ({"streamed": 1.0, "mapped": 2.0}, "streamed"), (None, "streamed"),
 ])  # fmt: skip
 def test_the_faster_one(undecided, monkeypatch, took, mode):
     monkeypatch.setattr(virtual_optimizer, "step_ms", lambda *args: took)

@@ -119,6 +119,9 @@ class Accelerator(ABC):
     def elapsed_ms(self, start: Event, end: Event) -> float:
         """Device time between two events. Both must have passed."""
 
+    def occupy(self, ms: float) -> None:
+        """Keep the live compute stream busy for about so long. Nothing where there is no way to."""
+
     # ---- bytes
     @abstractmethod
     def copy(self, dst: Bytes, src: Bytes, stream: Stream) -> None:

@@ -78,6 +78,7 @@ class CudaAccelerator(TorchAccelerator):
         torch.cuda.init()
         super().__init__(torch.cuda, _build_guard, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
         self._memcpy = _memcpy()
+        self._cycles_per_ms: float | None = None
 
     def record(self, stream: Any) -> Any:
         # What torch.cuda.Event is in C++: its Python methods cost as much as the calls.
@@ -96,6 +97,17 @@ class CudaAccelerator(TorchAccelerator):
         code = self._memcpy(dst.data_ptr(), src.data_ptr(), nbytes, _EITHER_WAY, stream.cuda_stream)
         if code:
             _check(code, f"cudaMemcpyAsync of {format_bytes(nbytes)}")
+
+    def occupy(self, ms: float) -> None:
+        if self._cycles_per_ms is None:
+            stream = self.compute_stream()
+            before = self.record(stream)
+            torch.cuda._sleep(_MEASURED_CYCLES)
+            after = self.record(stream)
+            after.synchronize()
+            elapsed = self.elapsed_ms(before, after)
+            self._cycles_per_ms = _MEASURED_CYCLES / elapsed if elapsed > 0 else 0.0
+        torch.cuda._sleep(int(ms * self._cycles_per_ms))
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Raises RuntimeError if the driver refuses, for example beyond the limit on locked memory."""
@@ -129,6 +141,8 @@ class _MappedHost:
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {"shape": (self._host.numel(),), "typestr": "|u1", "data": (self._host.data_ptr(), False), "version": 2}
 
+
+_MEASURED_CYCLES = 2_000_000  # about a millisecond
 
 # cudaMemcpyDefault: addresses tell which of them is the device's.
 _EITHER_WAY = 4
