@@ -1,7 +1,8 @@
 """``--measure-file``: what a run used and what it computed, as JSON, to compare two runs.
 
-Memory is what torch.cuda says. Of a step nothing is kept but numbers, and nothing is changed; the device is
-synchronized at both of its ends.
+Memory is what torch.cuda says. Of a step nothing is kept but numbers, and nothing is changed. A step ends when its
+compute has, which the host waits for; copies on other streams may go on, and count in the step that waits for them.
+What the trainer does between two steps counts in the later one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Measurement:
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward_ms": [], "backward_ms": []}
         self._steps: list[dict[str, Any]] = []
         self._peak_before_steps = 0
+        self._ended: float | None = None  # when the last step was over and its numbers taken
         self._static: int | None = None
         self._held: int | None = None
         self._model: list[torch.nn.Module] = []
@@ -69,15 +71,14 @@ class Measurement:
     def step(self, function: Callable) -> Callable:
         def train_step(*args: Any, **kwargs: Any) -> Any:
             self._peak_before_steps = max(self._peak_before_steps, torch.cuda.max_memory_allocated())
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._static = self._held = None
             self._phases = {}
             for spans in self._spans.values():
                 spans.clear()
-            start = time.perf_counter()
+            start = self._ended or time.perf_counter()
             result = function(*args, **kwargs)
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
             seconds = time.perf_counter() - start
             self._end_phase("rest" if "optimizer" in self._phases else "forward_backward")
             self._steps.append(
@@ -94,6 +95,7 @@ class Measurement:
                     "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
                 }
             )
+            self._ended = time.perf_counter()
             return result
 
         return train_step

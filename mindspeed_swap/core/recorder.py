@@ -57,8 +57,9 @@ class Recorder:
 
     Note: [A head start]
     Recording takes the host longer than the step itself would. Where compute then waits for the host, intervals are
-    measured that no other step has. So compute is kept busy, before the step, for as long as recording took the host in
-    the last recorded step: the host is as far ahead as it would be without.
+    measured that no other step has. So compute is kept busy at the first point, for as long as recording took the host
+    in the last recorded step: from there on the host is as far ahead as it would be without. That is left out of all
+    times.
     """
 
     def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
@@ -77,8 +78,9 @@ class Recorder:
         self.modules = ModuleRecorder()
         self.trace = trace
         self.host_ms = 0.0  # that recording has taken
+        self._head_start_ms = head_start_ms
+        self._head_start: tuple[Event, Event] | None = None
         accelerator.take_interval()
-        accelerator.occupy(head_start_ms)
         self._start = accelerator.record(accelerator.compute_stream())
 
     @property
@@ -103,7 +105,11 @@ class Recorder:
             request = max(request, self._before_again.largest_request_bytes)
         again = max(0, self._again_peak - peak)
         self._again_peak, self._before_again = 0, None
-        self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
+        stream = self._accelerator.compute_stream()
+        self._marks.append(self._accelerator.record(stream))
+        if not index and self._head_start_ms:
+            self._accelerator.occupy(self._head_start_ms)
+            self._head_start = self._marks[0], self._accelerator.record(stream)
         self.trace.points.append(
             Point(
                 position, 0.0, allocated, peak + again, request, self._resident_bytes, memory.reserved_bytes, again,
@@ -201,9 +207,11 @@ class Recorder:
         trace = self.trace
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
+        left_out = self._accelerator.elapsed_ms(*self._head_start) if self._head_start else 0.0
 
         def since_start(event: Event) -> float:
-            return self._accelerator.elapsed_ms(self._start, event)
+            passed = self._accelerator.elapsed_ms(self._start, event)
+            return passed if not self._head_start or event is self._head_start[0] else passed - left_out
 
         for key, nbytes, to_host, before, after in self._copies:
             self._accelerator.synchronize(after)  # the last ones may outlast the step

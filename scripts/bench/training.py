@@ -61,6 +61,8 @@ class Run:
         }
         command = ["bash", str(HERE.parent / SCRIPT[device]), *flags, "--measure-no-hashes"]
         command += ["--measure-file", f"{self._folder}/measured.{{rank}}.json"]
+        # Where Megatron logs it waits for all of the device, copies included: not after each step.
+        command += ["--log-interval", str(point.steps)]
         if point.group == "ours":
             command += ["--swap-report-dir", str(self._folder)]
         settings |= {"PROGRAM": str(HERE / "train_point.py"), "BENCH_GATE": str(self._gate)}
