@@ -102,6 +102,7 @@ class Runtime:
         self._models: list[Any] = []
         self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
+        self._reserved: Plan | None = None  # the last plan that host memory was page-locked for
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         if self._options.adaptive and self._accelerator.name != "sim":
             index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -170,8 +171,10 @@ class Runtime:
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None
         order = self.shapes.current.next_step()
-        if order.plan is not None:
-            self.pool.reserve(order.host_bytes + self.pool.used_bytes)
+        if order.plan is not None and order.plan is not self._reserved:
+            self._reserved = order.plan
+            blocks = [swap.nbytes for swap in order.plan.swaps]
+            self.pool.reserve(order.host_bytes + self.pool.used_bytes, blocks)
         if order.record and self._overlap:
             self._overlap.settle()  # what is on its way out is not what the step begins with
         trace = self._new_trace(self._optimizer) if order.record else None

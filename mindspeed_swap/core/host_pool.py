@@ -16,7 +16,7 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -228,12 +228,20 @@ class HostPool:
                 same = self._freed[nbytes] = deque()
             same.append((slab, start, tensor, events))
 
-    def reserve(self, nbytes: int) -> bool:
+    def reserve(self, nbytes: int, blocks: Iterable[int] = ()) -> bool:
         """Pin up to ``nbytes`` in all, in one go, so that a step that uses no more than that need not pin any.
-        Returns False, having done nothing, if the budget (or the system) does not allow it."""
+
+        ``blocks``: the bytes of its blocks, in their order. Then it is what the first ``nbytes`` of them need that do
+        not fit into what is free: a tail of a slab is of no use to a larger block. Returns False, having done nothing,
+        if the budget (or the system) does not allow it."""
         with self._lock:
             self._check_open()
-            missing = self._accelerator.slab_bytes(_round_up(max(0, nbytes - self._pinned), mmap.PAGESIZE))
+            if blocks:
+                self._settle()
+                missing = self._lacking(blocks, nbytes - self._used)
+            else:
+                missing = max(0, nbytes - self._pinned)
+            missing = self._accelerator.slab_bytes(_round_up(missing, mmap.PAGESIZE))
             if missing == 0:
                 return True
             return self._pinned + missing <= self._budget and self._add_slab(missing)
@@ -277,6 +285,22 @@ class HostPool:
             self._add_region(slab, start + size, end)
         pending = self._take_marks(slab, start, start + size)
         return HostBlock(slab, start, slab.tensor[start : start + nbytes], nbytes, pending)
+
+    def _lacking(self, blocks: Iterable[int], most_bytes: int) -> int:
+        """Of these blocks, up to ``most_bytes``, the bytes that best fit would find no room for."""
+        free = [nbytes for nbytes, *_ in self._regions]
+        lacking = 0
+        for nbytes in blocks:
+            most_bytes -= nbytes
+            if most_bytes < 0:
+                break
+            size = _round_up(nbytes, ALIGNMENT)
+            at = bisect_left(free, size)
+            if at == len(free):
+                lacking += size
+            else:
+                insort(free, free.pop(at) - size)
+        return lacking
 
     def _settle(self) -> None:
         """Make free regions of the freed blocks, with their neighbours."""

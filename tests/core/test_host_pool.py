@@ -163,6 +163,20 @@ def test_case_28_reserve_pins_once_for_the_whole_step(device, weightless):
     assert pool.reserve(GIB) and pool.allocations == 1, "what is there counts"
 
 
+def test_case_28_reserved_for_blocks_that_tails_of_slabs_are_too_small_for(device, weightless):
+    pool = HostPool(device, 64 * GIB)
+    train_step(pool, [40 * MIB, 3 * MIB])  # slabs of 40 and of 64 MiB
+    sizes = [50 * MIB, 61 * MIB, 61 * MIB, 2 * MIB]
+    assert pool.reserve(sum(sizes), sizes)
+    allocations = pool.allocations
+    assert pool.pinned_bytes == (40 + 64 + 122) * MIB
+    train_step(pool, sizes)
+    assert pool.allocations == allocations
+    assert pool.reserve(sum(sizes), sizes) and pool.allocations == allocations
+    assert pool.reserve(120 * MIB, [*sizes, 500 * MIB]) and pool.allocations == allocations, "the first that fit in that"
+    check_consistent(pool)
+
+
 @pytest.mark.parametrize("together", [True, False], ids=["whole step varies", "each tensor varies"])
 def test_case_30_jitter_does_not_grow_the_pool(device, weightless, together):
     rng, pool = random.Random(30), HostPool(device, 64 * GIB)
@@ -494,6 +508,10 @@ class PoolMachine(RuleBasedStateMachine):
     def reserve(self, nbytes):
         if self.pool.reserve(nbytes):
             assert self.pool.pinned_bytes >= nbytes
+
+    @rule(blocks=st.lists(st.integers(1, 100_000), max_size=6))
+    def reserve_for_blocks(self, blocks):
+        self.pool.reserve(sum(blocks) + self.pool.used_bytes, blocks)
 
     @invariant()
     def figures(self):

@@ -75,7 +75,9 @@ def test_on_disk_before_the_step_and_right(trained, share):
     summary, steps = run.summaries[0], run.measured[0]["steps"]
     # A step under each: that of its try is the first.
     first = summary["warm_up"]["steps"] + 1
-    assert list(told.values()) == list(range(first, first + len(summary["tries"]))), "before the step of each try"
+    promised = [tried["predicted_step_ms"] for tried in summary["tries"]]  # one that surprises is measured once more
+    new = [first + i for i, ms in enumerate(promised) if i == 0 or ms != promised[i - 1]]
+    assert list(told.values()) == new, "before the step of each plan's first try"
     for text, step in told.items():
         assert worst_error(json.loads(text), [steps[step - 1]]) <= TOLERANCE, f"step {step}"
     final = summary["plan"]["prediction"]

@@ -160,8 +160,8 @@ ANY = range(2048, LONGEST + 1)
 @pytest.mark.parametrize("lengths", [FEW, pytest.param(ANY, marks=pytest.mark.full)], ids=["few", "any"])
 def test_a_sequence_length_that_changes_every_step_has_the_same_bits_and_flat_host_memory(train, lengths, capped):
     rng = random.Random(1)
-    # What is pinned follows the longest step so far: those come first.
-    tokens = [LONGEST, FEW[0]] * 4
+    # What is pinned follows the longest step so far: those come first, as many as the longest search takes.
+    tokens = [LONGEST, FEW[0]] * 10
     while len(tokens) < 60:
         tokens.append(rng.choice([n for n in lengths if n != tokens[-1]]))
     before, peak = peak_of(train, LONGEST)
