@@ -57,9 +57,9 @@ class Recorder:
 
     Note: [A head start]
     Recording takes the host longer than the step itself would. Where compute then waits for the host, intervals are
-    measured that no other step has. So compute is kept busy at the first point, for as long as recording took the host
-    in the last recorded step: from there on the host is as far ahead as it would be without. That is left out of all
-    times.
+    measured that no other step has. So compute is kept busy as the step begins (of a pipeline, in all stages at once),
+    for as long as recording took the host in the last recorded step: the host is as far ahead as it would be without.
+    That is in no time of the trace; what it hides is, the host's way to the first point.
     """
 
     def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
@@ -78,10 +78,14 @@ class Recorder:
         self.modules = ModuleRecorder()
         self.trace = trace
         self.host_ms = 0.0  # that recording has taken
-        self._head_start_ms = head_start_ms
-        self._head_start: tuple[Event, Event] | None = None
         accelerator.take_interval()
+        self._head_start: Event = None
+        if head_start_ms:
+            self._head_start = accelerator.record(accelerator.compute_stream())
+            accelerator.occupy(head_start_ms)
         self._start = accelerator.record(accelerator.compute_stream())
+        self._begun = perf_counter()
+        self._lag_ms = 0.0  # of the host at the first point
 
     @property
     def _next(self) -> int:
@@ -105,11 +109,9 @@ class Recorder:
             request = max(request, self._before_again.largest_request_bytes)
         again = max(0, self._again_peak - peak)
         self._again_peak, self._before_again = 0, None
-        stream = self._accelerator.compute_stream()
-        self._marks.append(self._accelerator.record(stream))
-        if not index and self._head_start_ms:
-            self._accelerator.occupy(self._head_start_ms)
-            self._head_start = self._marks[0], self._accelerator.record(stream)
+        if not index:
+            self._lag_ms = 1000 * (start - self._begun)
+        self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
         self.trace.points.append(
             Point(
                 position, 0.0, allocated, peak + again, request, self._resident_bytes, memory.reserved_bytes, again,
@@ -207,11 +209,12 @@ class Recorder:
         trace = self.trace
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
-        left_out = self._accelerator.elapsed_ms(*self._head_start) if self._head_start else 0.0
+        hidden_ms = 0.0
+        if self._head_start is not None:
+            hidden_ms = min(self._lag_ms, self._accelerator.elapsed_ms(self._head_start, self._start))
 
         def since_start(event: Event) -> float:
-            passed = self._accelerator.elapsed_ms(self._start, event)
-            return passed if not self._head_start or event is self._head_start[0] else passed - left_out
+            return hidden_ms + self._accelerator.elapsed_ms(self._start, event)
 
         for key, nbytes, to_host, before, after in self._copies:
             self._accelerator.synchronize(after)  # the last ones may outlast the step

@@ -173,7 +173,7 @@ def test_case_28_reserved_for_blocks_that_tails_of_slabs_are_too_small_for(devic
     train_step(pool, sizes)
     assert pool.allocations == allocations
     assert pool.reserve(sum(sizes), sizes) and pool.allocations == allocations
-    assert pool.reserve(120 * MIB, [*sizes, 500 * MIB]) and pool.allocations == allocations, "the first that fit in that"
+    assert pool.reserve(120 * MIB, [*sizes, 500 * MIB]) and pool.allocations == allocations, "those that fit in that"
     check_consistent(pool)
 
 
