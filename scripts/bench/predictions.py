@@ -26,8 +26,6 @@ from promises import PREDICTED_PEAK, PREDICTED_PEAK_BYTES, PREDICTED_TIME  # noq
 from training import Job, Run  # noqa: E402
 from workloads import GPU, NAMES, SIM, workload  # noqa: E402
 
-BUDGETS = "0.9,0.8,0.7,0.6,0.5"
-
 
 def read_predictions(folder: Path) -> dict[str, Any]:
     path = folder / "predictions.json"
@@ -71,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=NAMES, default="B")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budgets", default=BUDGETS, help="shares of the plain peak (default: %(default)s)")
+    parser.add_argument("--budgets", help="shares of the plain peak (default: every second one of the workload's)")
     parser.add_argument("--features", default=",".join(FEATURES), help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--device", choices=(GPU, SIM), default=GPU)
@@ -96,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit(f"plain: {plain['why']}")
     peak = plain["peak_bytes"]["forward_backward"]
     print(f"plain: {plain['step_ms']:.1f} ms, forward/backward peak {peak / 2**20:.1f} MiB", flush=True)
-    shares = [float(share) for share in args.budgets.split(",")]
+    shares = [float(share) for share in args.budgets.split(",")] if args.budgets else chosen.fractions[::2]
     points = [planned(f"{f}@{share:.2f}", f, int(share * peak)) for f in args.features.split(",") for share in shares]
     held, following = 0, start(points[0])
     for number in range(len(points)):

@@ -21,6 +21,7 @@ from workloads import COUNTED_STEPS, GPU, SIM, Workload
 HERE = Path(__file__).resolve().parent
 SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
 OUT_OF_MEMORY = "out of memory"
+PARTING_WARNING = "destroy_process_group() was not called"  # torch's, behind what a run that failed has to say
 LOG_LINES = 40
 
 
@@ -102,6 +103,7 @@ class Run:
     def _outcome(self, code: int) -> dict[str, Any]:
         if code != 0:
             lines = self._log.read_text(errors="replace").rstrip().split("\n")
+            lines = [line for line in lines if PARTING_WARNING not in line] or lines
             told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
             why = told.strip()[:300] or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}

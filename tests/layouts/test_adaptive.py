@@ -8,7 +8,7 @@ from layout_runs import ADAPTIVE, SLOW_LINK_GBPS, Run, Trainer, faults
 from layouts import LAYOUTS
 
 # Run by default; the others take too long for every run: --full.
-DEFAULT = ("one", "dropout_only", "tp_sp")
+DEFAULT = ("one", "dropout_only")
 # It decides what to recompute itself.
 NAMES = [name for name, layout in LAYOUTS.items() if "--recompute-granularity" not in layout.flags]
 # Recompute may take from outside the forward's end: what is held then says less than it does of swap.

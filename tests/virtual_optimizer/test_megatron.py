@@ -108,6 +108,7 @@ def test_stages_with_amounts_of_their_own(folder):
     assert sorted(line.rpartition(", ")[2] for line in run.lines) == ["stage 0 of 2", "stage 1 of 2"]
 
 
+@pytest.mark.full
 def test_data_parallel_shards(folder):
     run = trained(folder / "shards", "--virtual-optimizer", "all", **TWO_COPIES)
     plain = trained(folder / "shards-plain", **TWO_COPIES)
