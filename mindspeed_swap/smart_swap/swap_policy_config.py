@@ -14,7 +14,7 @@ class SwapPolicyConfig:
         # Steps that are only recorded. The first step has no optimizer state yet, so it is never planned from.
         self.warmup_step = 2
         # Step at which Stable begins, warmup_step included: between them plans are tried, one per step.
-        # AUTO: tries go on while they gain, 8 at most, and the best one measured stays.
+        # AUTO: tries go on while they gain or promise to, 8 at most, and the best one measured stays.
         self.stable_step = AUTO
         # Share by which the number of saved tensors of a step may differ from the recorded step. Two steps in a row
         # beyond it are another workload: the search begins again.
