@@ -3,15 +3,18 @@
     python scripts/bench/predictions.py --workload B --out runs/predictions [--features swap,adaptive] [--minutes 9]
 
 For each budget (a share of the plain run's forward/backward peak) and feature: step time and forward/backward peak,
-median and most of the counted steps. The last line says of how many budgets both are within the promise.
+median and most of the counted steps. Nothing measured at the last budget goes into its prediction: its plan is made
+from what the run at the budget before recorded. The last line says of how many budgets both are within the promise.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,37 @@ from promises import PREDICTED_PEAK, PREDICTED_PEAK_BYTES, PREDICTED_TIME  # noq
 from training import Job, Run  # noqa: E402
 from workloads import GPU, NAMES, SIM, workload  # noqa: E402
 
+from mindspeed_swap.core.trace import StepTrace  # noqa: E402
+from mindspeed_swap.smart_swap.plan_files import load_plans, save_plans  # noqa: E402
+from mindspeed_swap.smart_swap.planning import make_plan  # noqa: E402
+from mindspeed_swap.smart_swap.policy import Policy  # noqa: E402
+
 
 def read_predictions(folder: Path) -> dict[str, Any]:
     path = folder / "predictions.json"
     return {"predictions": json.loads(path.read_text()) if path.exists() else []}
+
+
+class Kept:
+    """The plan file of a run, and the step that it recorded last."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.plans, self._trace = folder / "plans.json", folder / "step_trace.json"
+
+    def read(self, folder: Path) -> dict[str, Any]:
+        shutil.copy(folder / "rank0" / "step_trace.json", self._trace)
+        return read_predictions(folder)
+
+    def plan_for(self, budget: int, feature: str, file: Path) -> dict[str, Any]:
+        """Writes a plan for another budget. Returns its prediction."""
+        trace = StepTrace.from_json(self._trace.read_text())
+        (shape,) = load_plans(self.plans, 0, trace.model)
+        plan = make_plan(trace, Policy(recomputes=feature == "adaptive"), [budget]).plan
+        if plan is None or plan.prediction is None:
+            raise SystemExit(f"no plan for {budget} bytes")
+        save_plans(file, 0, {shape: plan})
+        return asdict(plan.prediction)
 
 
 def compare(record: dict[str, Any]) -> dict[str, Any] | None:
@@ -65,6 +95,11 @@ def line(name: str, record: dict[str, Any]) -> str:
     )
 
 
+def _searched(feature: str, share: float, peak: int, kept: Kept) -> Point:
+    point = planned(f"{feature}@{share:.2f}", feature, int(share * peak))
+    return replace(point, flags=(*point.flags, "--swap-plan-save", str(kept.plans)))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=NAMES, default="B")
@@ -78,13 +113,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     machine, records = describe(args.device)["id"], []
 
-    def start(point: Point) -> Run:
-        return Run(Job(chosen, point, read_predictions), args.device, machine)
+    def start(point: Point, kept: Kept | None = None) -> Run:
+        return Run(Job(chosen, point, kept.read if kept else read_predictions), args.device, machine)
 
-    def finish(run: Run) -> dict[str, Any]:
+    def finish(run: Run, prediction: dict[str, Any] | None = None) -> dict[str, Any]:
+        """``prediction``: of the plan that it was given."""
         record = run.finish(ends - time.monotonic())
         if record is None:
             raise SystemExit(f"time is up at {run.job.point.name}")
+        if prediction:
+            record["predictions"] = [{"before_step": 1, "prediction": prediction}]
         records.append(record)
         (args.out / f"{args.device}-{args.workload}-{args.features}.json").write_text(json.dumps(records, indent=1))
         return record
@@ -95,17 +133,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     peak = plain["peak_bytes"]["forward_backward"]
     print(f"plain: {plain['step_ms']:.1f} ms, forward/backward peak {peak / 2**20:.1f} MiB", flush=True)
     shares = [float(share) for share in args.budgets.split(",")] if args.budgets else chosen.fractions[::2]
-    points = [planned(f"{f}@{share:.2f}", f, int(share * peak)) for f in args.features.split(",") for share in shares]
-    held, following = 0, start(points[0])
-    for number in range(len(points)):
-        run = following
-        if number + 1 < len(points):
-            following = start(points[number + 1])  # imports meanwhile
-        record = finish(run)
-        held += bool(record["ok"] and (found := compare(record)) and found["held"])
-        print(line(record["point"], record), flush=True)
+    held = 0
+    for feature in args.features.split(","):
+        kept, following = Kept(args.out / feature), None
+        for number, share in enumerate(shares):
+            prediction, unseen = None, 0 < number == len(shares) - 1
+            if unseen:
+                file, budget = args.out / feature / "unseen.json", int(share * peak)
+                prediction = kept.plan_for(budget, feature, file)
+                flags = FEATURES[feature], "--swap-plan", str(file)
+                run = start(Point(f"{feature}@{share:.2f}", "ours", flags, budget_bytes=budget))
+            else:
+                run = following or start(_searched(feature, share, peak, kept), kept)
+            following = None
+            if number + 2 < len(shares):  # imports meanwhile
+                following = start(_searched(feature, shares[number + 1], peak, kept), kept)
+            record = finish(run, prediction)
+            held += bool(record["ok"] and (found := compare(record)) and found["held"])
+            print(line(record["point"], record) + (" (nothing measured at it)" if unseen else ""), flush=True)
+            if not record["ok"]:
+                if following:
+                    following.drop()
+                break
     limits = f"{PREDICTED_TIME:.0%} of time and {PREDICTED_PEAK:.0%} or 0.3 GiB of peak"
-    print(f"{held} of {len(records) - 1} within {limits}")
+    print(f"{held} of {len(args.features.split(',')) * len(shares)} within {limits}")
     return 0
 
 
