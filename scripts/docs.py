@@ -10,12 +10,8 @@ Whole files are in FILES. Figures in the text come from docs/measured/simulated.
 from __future__ import annotations
 
 import argparse
-import ast
-import enum
 import functools
 import gzip
-import importlib.util
-import inspect
 import json
 import os
 import platform
@@ -29,8 +25,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # this checkout, whatever is installed
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]  # this checkout, whatever is installed
+
+from docs_api import api  # noqa: E402
+from docs_errors import error_texts  # noqa: E402
+from docs_pictures import architecture_picture, life_picture  # noqa: E402
+
 DOCS, MEASURED, PICTURES = ROOT / "docs", ROOT / "docs" / "measured", ROOT / "docs" / "pictures"
 FIGURES = MEASURED / "simulated.json"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -154,90 +156,6 @@ def _pack(source: Path, target: Path, private: str = "") -> None:
         text = text.replace(folder, "...")
     with target.open("wb") as file, gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
         packed.write(text.encode())
-
-
-# ---- every error text of the product, from its sources
-_RAISED = ("SettingError", "NoPlan", "Infeasible", "unusable")
-
-
-def error_texts() -> list[str]:
-    """One template per text that a user can get as an error; what is filled in is ``…``. Sorted, no duplicates.
-
-    Of ``document.error(key, text)`` the text counts: file, line and key stand before it. Reasons of COMPAT are not in
-    it: compatibility.md has them.
-    """
-    found = set()
-    for folder in ("mindspeed_swap", "patches"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.is_relative_to(ROOT / "mindspeed_swap" / "patches"):
-                continue  # a link in a checkout
-            found.update(_texts_of(path))
-    return sorted(text for text in found if re.search(r"[A-Za-z]{3}", text))
-
-
-def _texts_of(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants: dict[str, str] = {}
-    # Constants of other modules, by the imports of this one.
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mindspeed_swap"):
-            texts = {alias.asname or alias.name: _imported(node.module, alias.name) for alias in node.names}
-            constants |= {name: text for name, text in texts.items() if text}
-    for _ in range(2):  # a text may be made of one that stands below it
-        own: dict[str, set[str]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                fixed = isinstance(node.value, (ast.Constant, ast.JoinedStr))
-                own.setdefault(node.targets[0].id, set()).add(_template(node.value, constants) if fixed else "…")
-            elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-                own.setdefault(node.target.id, set()).add("…")
-        constants |= {name: next(iter(texts)) for name, texts in own.items() if len(texts) == 1}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-        if name in _RAISED:
-            text = node.args[-1] if name == "Infeasible" else node.args[0]
-        elif name == "append" and path.name == "arguments.py":
-            text = node.args[0]  # of what was found to be wrong, which is raised together
-        elif name in ("error", "_error") and len(node.args) == 2:
-            text = node.args[1]
-        else:
-            continue
-        yield " ".join(_template(text, constants).split()).strip(" :;")
-
-
-@functools.cache
-def _imported(module: str | None, name: str) -> str:
-    """A text constant of one of our modules, or "". Read, not imported."""
-    assert module
-    parts = module.split(".")[1:]
-    base = ROOT / "patches" if parts[:1] == ["patches"] else ROOT / "mindspeed_swap"
-    file = base.joinpath(*(parts[1:] if parts[:1] == ["patches"] else parts)).with_suffix(".py")
-    if not file.is_file():
-        file = base.joinpath(*(parts[1:] if parts[:1] == ["patches"] else parts)) / "__init__.py"
-    if not file.is_file():
-        return ""
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            value = node.value
-            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
-    return ""
-
-
-def _template(node: ast.AST, constants: dict[str, str]) -> str:
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    if isinstance(node, ast.JoinedStr):
-        text = "".join(_template(part, constants) for part in node.values)
-        return re.sub(r"…(\s*…)+", "…", text)
-    if isinstance(node, ast.FormattedValue):
-        return constants.get(node.value.id, "…") if isinstance(node.value, ast.Name) else "…"
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, "…")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _template(node.left, constants)  # what is added is a hint that is not always there
-    return "…"
 
 
 # ---- blocks
@@ -382,144 +300,6 @@ def compatibility() -> str:
     from mindspeed_swap.patches.compat import markdown
 
     return markdown()
-
-
-# ---- api.md
-PUBLIC = (
-    "mindspeed_swap", "mindspeed_swap.megatron_adaptor", "mindspeed_swap.compat", "mindspeed_swap.adaptive_memory",
-    "mindspeed_swap.smart_swap", "mindspeed_swap.virtual_optimizer.swap_tensor", "mindspeed_swap.core.accelerator",
-)  # fmt: skip
-# Importing these has an effect: that is what they are for.
-_ONLY_IMPORTED = ("mindspeed_swap.megatron_adaptor", "mindspeed_swap.compat")
-
-
-def api() -> str:
-    parts = []
-    for name in PUBLIC:
-        parts.append(f"## `{name}`\n\n{_module_doc(name)}")
-        if name in _ONLY_IMPORTED:
-            continue
-        module = importlib.import_module(name)
-        for public in sorted(module.__all__):
-            value = getattr(module, public)
-            if not getattr(value, "__module__", "").startswith("mindspeed_swap") or not hasattr(value, "__name__"):
-                continue  # constants and aliases: the module's text says what they are
-            parts.append(f"### `{public}{_signature(value)}`\n\n{_prose(value)}")
-            if inspect.isclass(value) and issubclass(value, enum.Enum):
-                parts[-1] = f"### `{public}`\n\nOne of " + ", ".join(f"`{member}`" for member in value) + "."
-            if inspect.isclass(value) and inspect.isabstract(value):
-                parts += [
-                    f"- `{method}{_signature(function)}`  {_prose(function, one_line=True)}".rstrip()
-                    for method, function in vars(value).items()
-                    if inspect.isfunction(function) and not method.startswith("_")
-                ]
-    return re.sub(r"\n\n(?=- `\w+\()", "\n", "\n\n".join(parts)) + "\n"
-
-
-def _module_doc(name: str) -> str:
-    file = importlib.util.find_spec(name).origin  # type: ignore[union-attr]
-    return _rst((ast.get_docstring(ast.parse(Path(file).read_text(encoding="utf-8"))) or "").strip())
-
-
-def _prose(value: Any, *, one_line: bool = False) -> str:
-    text = _rst(inspect.getdoc(value) or "")
-    return " ".join(text.split()) if one_line else text
-
-
-def _rst(text: str) -> str:
-    return text.replace("``", "`")
-
-
-def _signature(value: Any) -> str:
-    if inspect.isclass(value) and not value.__module__.startswith("mindspeed_swap.hooks"):
-        return ""
-    try:
-        return re.sub(r"'", "", str(inspect.signature(value)))
-    except (TypeError, ValueError):
-        return ""
-
-
-# ---- pictures drawn from a list of boxes
-_INK, _FAINT, _LINE = "#1f2933", "#52606d", "#9aa5b1"
-_Box = tuple[int, int, int, int, str, str, str]  # x, y, width, height, color, title, text
-
-
-def _svg(width: int, height: int, boxes: Sequence[_Box], rest: Sequence[str] = ()) -> str:
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="sans-serif" font-size="13" fill="{_INK}">',
-        '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
-        f'<path d="M0,0 L8,4 L0,8 z" fill="{_FAINT}"/></marker></defs>',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-    ]
-    for x, y, w, h, color, title, text in boxes:
-        lines.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{color}" stroke="{_LINE}"/>')
-        lines.append(f'<text x="{x + 8}" y="{y + 19}" font-weight="bold">{title}</text>')
-        lines += [
-            f'<text x="{x + 8}" y="{y + 37 + 16 * i}" font-size="11" fill="{_FAINT}">{line}</text>'
-            for i, line in enumerate(filter(None, text.split("\n")))
-        ]
-    return "\n".join([*lines, *rest, "</svg>"]) + "\n"
-
-
-def _arrow(x1: int, y1: int, x2: int, y2: int, text: str = "") -> str:
-    place = f'x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"'
-    line = f'<line {place} stroke="{_FAINT}" stroke-width="1.4" marker-end="url(#tip)"/>'
-    if not text:
-        return line
-    return f'{line}<text x="{(x1 + x2) // 2 + 6}" y="{(y1 + y2) // 2 + 4}" font-size="11" fill="{_FAINT}">{text}</text>'
-
-
-def architecture_picture() -> str:
-    patch, front, core, device = "#fde8d7", "#dbeafe", "#dcfce7", "#f1f5f9"
-    boxes: list[_Box] = [
-        (20, 20, 860, 64, patch, "patches",
-         "arguments, training, schedules, transformer_layer, modules, linear, recompute, distributed_optimizer\n"
-         "the only code that knows Megatron; each file a table of (target, wrapper)"),
-        (20, 120, 200, 80, front, "smart_swap", "WarmUp, SearchPolicy, Stable\nkeep or swap, per tensor"),
-        (240, 120, 200, 80, front, "adaptive_memory", "the same search with\nkeep, swap or recompute"),
-        (460, 120, 200, 80, front, "fine_grained", "the user's own list\nfrom a YAML file"),
-        (680, 120, 200, 80, front, "virtual_optimizer", "Adam's moments in host\nmemory: mapped, streamed"),
-        (20, 240, 270, 130, core, "core: decide (no torch)",
-         "trace.py: what one step did\nsimulate.py: trace x plan -&gt; memory, time\n"
-         "solve.py: trace x budget -&gt; plan\nplan.py: what to do at which position"),
-        (310, 240, 350, 130, core, "core: do",
-         "swap_manager.py: pack, unpack, release, prefetch\nsaved_tensor.py: one storage and its state\n"
-         "oom_guard.py: on pressure evict, retry\nhost_pool.py: pinned slabs, one budget\n"
-         "recompute.py, again.py: a call runs again"),
-        (680, 240, 200, 130, core, "report", "summary.json, trace.json\none HTML page, PNGs\nwhat-if, ops, selftest"),
-        (20, 410, 860, 62, device, "core/accelerator: the contract with a device",
-         "cuda.py, npu.py, sim.py (real bytes, real out of memory, copy threads; no GPU needed)"),
-    ]  # fmt: skip
-    rest = [_arrow(x, 84, x, 118) for x in (120, 340, 560, 780)]
-    rest += [_arrow(x, 200, x, 238) for x in (120, 400, 560)]
-    rest += [_arrow(720, 200, 640, 238), _arrow(290, 305, 308, 305), _arrow(485, 370, 485, 408)]
-    return _svg(900, 490, boxes, rest)
-
-
-def life_picture() -> str:
-    compute, out, back, gone = "#dbeafe", "#ede9fe", "#cffafe", "#f1f5f9"
-    boxes: list[_Box] = [
-        (110, 20, 160, 46, compute, "forward: layer n", "writes and reads the tensor"),
-        (280, 20, 250, 46, compute, "other layers, other microbatches", "its memory is theirs"),
-        (540, 20, 140, 46, compute, "backward: n + 1", ""),
-        (690, 20, 170, 46, compute, "backward: layer n", "reads the tensor"),
-        (200, 110, 130, 46, out, "copy to host", "storage bytes to a slab"),
-        (550, 200, 130, 46, back, "copy to device", "slab to a new buffer"),
-        (20, 290, 240, 60, gone, "DEVICE, LEAVING", "the device copy is the truth"),
-        (340, 290, 200, 60, gone, "HOST", "device memory given up"),
-        (550, 290, 130, 60, gone, "RETURNING", "buffer is there"),
-        (690, 290, 170, 60, gone, "DEVICE", "until its last handle dies"),
-    ]
-    rest = [
-        f'<text x="10" y="{y}" font-weight="bold">{name}</text>'
-        for y, name in ((48, "compute"), (138, "D2H stream"), (228, "H2D stream"))
-    ]
-    rest += [
-        _arrow(220, 66, 220, 108, "event: written"), _arrow(330, 140, 360, 68, "event: may be given up"),
-        _arrow(560, 66, 580, 198, "event: the block is free"), _arrow(680, 210, 710, 68, "event: is back"),
-    ]  # fmt: skip
-    return _svg(880, 370, boxes, rest)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_swap.files import replace_file
 from mindspeed_swap.patches.arguments import add_arguments
 from mindspeed_swap.units import GIB, format_bytes
 
@@ -83,9 +84,8 @@ class Search:
         print(f"{len(self.trials)} trials are known from {self._file}")
 
     def _save(self) -> None:
-        partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps({"settings": self._settings, "trials": list(map(asdict, self.trials))}, indent=1))
-        os.replace(partial, self._file)
+        data = {"settings": self._settings, "trials": list(map(asdict, self.trials))}
+        replace_file(self._file, json.dumps(data, indent=1))
 
     # ---- trials
     def trial(self, variant: str, layers: int, steps: int) -> Trial:

@@ -7,8 +7,6 @@ reuse is ordered on the caller's copy stream and the host never blocks.
 """
 from __future__ import annotations
 
-import ctypes
-import errno
 import functools
 import mmap
 import os
@@ -21,6 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event
+from mindspeed_swap.core.host_slab import Slab
 from mindspeed_swap.log import say
 from mindspeed_swap.units import MIB, format_bytes
 
@@ -36,9 +35,6 @@ SLABS_PER_BUDGET = 8
 # tails in common slabs that nothing fits into (64 MiB hold one tensor of 40 MiB). For smaller ones tails are small.
 OWN_SLAB_SHARE = 8
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 # Slabs of a forked child: never unmapped there, see HostPool.close.
 _forked: list[object] = []
 
@@ -47,53 +43,14 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-class _Slab:
-    """One mapping: touched, kept from forked children, registered. ``tensor`` keeps it mapped, so it is unmapped when
-    the last view of it dies and never under a user."""
-
-    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
-        self.nbytes = nbytes
-        self.free: dict[int, tuple[int, int]] = {}  # start of a free region -> its end, its serial number
-        self.free_ends: dict[int, int] = {}  # end of a free region -> its start
-        # Freed ranges that copies may still use, (start, end, events), in order, without overlap, only in free regions.
-        self.marks: list[tuple[int, int, tuple[Event, ...]]] = []
-        locked = accelerator.page_locked(nbytes)
-        self.tensor = self._map(accelerator) if locked is None else locked
-        self.address = self.tensor.data_ptr()
-
-    def _map(self, accelerator: Accelerator) -> torch.Tensor:
-        # An inference tensor could not be written to outside inference mode.
-        with torch.inference_mode(False):
-            memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self.address = tensor.data_ptr()
-        # Fewer pages to fault in and to pin: 3 times faster where huge pages are to be had; harmless where not.
-        self._advise(getattr(mmap, "MADV_HUGEPAGE", 14))
-        # Page-locked pages and copy-on-write do not go together: the copy engine would keep writing to the old page.
-        # Checkpoint writers and data loaders fork; they have no business in here.
-        self._advise(getattr(mmap, "MADV_DONTFORK", 10))
-        # Touching is done by the allocating thread: under the kernel's default policy pages come from the NUMA node of
-        # the core that touches them, and a rank is bound (or at least closest) to the node of its device. ctypes
-        # releases the GIL meanwhile.
-        if not self._advise(_MADV_POPULATE_WRITE):
-            if ctypes.get_errno() == errno.ENOMEM:  # writing to it would end the process
-                raise MemoryError(f"no host memory for {format_bytes(self.nbytes)}")
-            ctypes.memset(self.address, 0, self.nbytes)
-        accelerator.register_host(self.address, self.nbytes)
-        return tensor
-
-    def _advise(self, advice: int) -> bool:
-        return bool(_libc.madvise(self.address, self.nbytes, advice) == 0)
-
-
 class HostBlock:
     """``nbytes`` of registered host memory. ``pending``: the caller's copy stream waits for these events before it
     writes to the memory."""
 
     __slots__ = ("_slab", "_start", "_tensor", "nbytes", "pending")
 
-    def __init__(self, slab: _Slab, start: int, tensor: torch.Tensor, nbytes: int, pending: tuple[Event, ...]) -> None:
-        self._slab: _Slab | None = slab
+    def __init__(self, slab: Slab, start: int, tensor: torch.Tensor, nbytes: int, pending: tuple[Event, ...]) -> None:
+        self._slab: Slab | None = slab
         self._start = start
         self._tensor: torch.Tensor | None = tensor
         self.nbytes = nbytes
@@ -107,10 +64,10 @@ class HostBlock:
         return self._tensor
 
 
-_Freed = tuple[_Slab, int, torch.Tensor, tuple[Event, ...]]  # where it starts, its bytes, what may still use them
+_Freed = tuple[Slab, int, torch.Tensor, tuple[Event, ...]]  # where it starts, its bytes, what may still use them
 
 
-def _unregister(accelerator: Accelerator, slabs: list[_Slab], pid: int) -> None:
+def _unregister(accelerator: Accelerator, slabs: list[Slab], pid: int) -> None:
     """Raises the first failure, after all of them."""
     if os.getpid() != pid:
         # In a forked child the memory is not mapped (MADV_DONTFORK) and what the child has since mapped in its place
@@ -143,10 +100,10 @@ class HostPool:
         small = _round_up(self._budget // SLABS_PER_BUDGET, mmap.PAGESIZE)
         self._slab_bytes = accelerator.slab_bytes(min(SLAB_BYTES, small))
         self._lock = threading.Lock()
-        self._slabs: list[_Slab] = []
+        self._slabs: list[Slab] = []
         # Every free region as (bytes, serial, slab, start), sorted: the first one large enough is the best fit, and
         # among equals the one freed longest ago, whose copies are the most likely to be over.
-        self._regions: list[tuple[int, int, _Slab, int]] = []
+        self._regions: list[tuple[int, int, Slab, int]] = []
         # Freed blocks by their bytes, oldest first: steps repeat, so the next request is nearly always for one of
         # these. The first one that is not makes regions of all of them.
         self._freed: dict[int, deque[_Freed]] = {}
@@ -318,13 +275,13 @@ class HostPool:
                 self._add_region(slab, start, end)
         self._freed.clear()
 
-    def _add_region(self, slab: _Slab, start: int, end: int) -> None:
+    def _add_region(self, slab: Slab, start: int, end: int) -> None:
         self._serial += 1  # unique: a comparison of regions never reaches the slab
         slab.free[start] = (end, self._serial)
         slab.free_ends[end] = start
         insort(self._regions, (end - start, self._serial, slab, start))
 
-    def _take_region(self, slab: _Slab, start: int) -> int:
+    def _take_region(self, slab: Slab, start: int) -> int:
         """Removes the free region and returns its end."""
         end, serial = slab.free.pop(start)
         del slab.free_ends[end]
@@ -337,7 +294,7 @@ class HostPool:
             return () if self._accelerator.done(events[0]) else events
         return tuple(e for e in dict.fromkeys(events) if not self._accelerator.done(e))
 
-    def _add_mark(self, slab: _Slab, start: int, end: int, events: tuple[Event, ...]) -> None:
+    def _add_mark(self, slab: Slab, start: int, end: int, events: tuple[Event, ...]) -> None:
         marks = slab.marks
         at = bisect_left(marks, (start,))
         for neighbour in (at, at - 1):  # keeps the list from growing with events that have long passed
@@ -347,7 +304,7 @@ class HostPool:
         if events := self._undone(events):
             marks.insert(at, (start, end, events))
 
-    def _take_marks(self, slab: _Slab, start: int, end: int) -> tuple[Event, ...]:
+    def _take_marks(self, slab: Slab, start: int, end: int) -> tuple[Event, ...]:
         """Removes the marks of a range that begins a free region (so that no mark reaches into it from below), cuts the
         one that reaches beyond it, and returns their undone events."""
         marks = slab.marks
@@ -385,12 +342,12 @@ class HostPool:
         wanted = self._accelerator.slab_bytes(max(need, min(wanted, room)))
         return self._add_slab(wanted if wanted <= room else need)
 
-    def _idle(self, slab: _Slab) -> bool:
+    def _idle(self, slab: Slab) -> bool:
         return slab.free.get(0, (0, 0))[0] == slab.nbytes and not any(self._undone(m[2]) for m in slab.marks)
 
     def _add_slab(self, nbytes: int) -> bool:
         try:
-            slab = _Slab(nbytes, self._accelerator)
+            slab = Slab(nbytes, self._accelerator)
         except (OSError, MemoryError, RuntimeError) as error:
             # The system or the driver has less than the budget says. Not asked again: each try costs the touching.
             self._budget = self._pinned
@@ -406,7 +363,7 @@ class HostPool:
         self._add_region(slab, 0, nbytes)
         return True
 
-    def _remove_slab(self, slab: _Slab) -> None:
+    def _remove_slab(self, slab: Slab) -> None:
         self._take_region(slab, 0)
         self._slabs.remove(slab)
         self._pinned -= slab.nbytes

@@ -57,7 +57,7 @@ class ModuleCalls:
             inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
             tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs])
-            recorder.host_ms += 1000 * (perf_counter() - start)
+            recorder.took_since(start)
         if (outer := self._call) is None:
             result = self._run(key, function, args, kwargs, keeps_outputs, once)
         elif not outer.pointwise:
@@ -77,7 +77,7 @@ class ModuleCalls:
             unchanged = not once and all(tensor._version == version for tensor, version in versions)
             made = [] if keeps_outputs else [tensor for tensor in tensors(result) if not refuses(tensor)]
             recorder.exit(tracked, [(tensor, self._manager.live.find(tensor)) for tensor in made], unchanged=unchanged)
-            recorder.host_ms += 1000 * (perf_counter() - start)
+            recorder.took_since(start)
         return result
 
     def _run(

@@ -119,6 +119,10 @@ class Recorder:
         )  # fmt: skip
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
+        self.took_since(start)
+
+    def took_since(self, start: float) -> None:
+        """Recording took the host from then, by ``perf_counter``, until now."""
         self.host_ms += 1000 * (perf_counter() - start)
 
     def saved(self, saved: SavedTensor) -> None:
@@ -203,10 +207,11 @@ class Recorder:
         if record is not None:
             record.died = self._next
 
-    def finish(self) -> StepTrace:
+    def finish(self, evicted_bytes: int) -> StepTrace:
         """Waits for the device, fills in the times (as if compute had never waited for a copy: a plan brings waits of
         its own) and says of every record whether it can be moved at all."""
         trace = self.trace
+        trace.evicted_bytes = evicted_bytes
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
         hidden_ms = 0.0

@@ -105,11 +105,9 @@ class SwapManager:
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
-        trace = None
+        trace = recorder.finish(self.stats.evicted_bytes) if recorder is not None else None
         if recorder is not None:
             self._recording_ms = recorder.host_ms
-            recorder.trace.evicted_bytes = self.stats.evicted_bytes
-            trace = recorder.finish()
         self._mover.count_late_loads()
         return self.stats, trace
 

@@ -5,10 +5,10 @@ The lines report the setting. What of it had no effect is said in a block before
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from mindspeed_swap.files import replace_file
 from mindspeed_swap.fine_grained.names import is_word, levels
 from mindspeed_swap.fine_grained.parts import Parts
 
@@ -53,9 +53,6 @@ def _shown(parts: Parts, pattern: str, layer: int) -> list[str]:
 def write_log(rank: int, reasons: Iterable[str], lines: Iterable[str]) -> Path:
     """Replaces what an earlier run left. Raises OSError."""
     path = FOLDER / f"worker_{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
     text = [*(f"-INFO - {reason}" for reason in reasons), "", *(f"-INFO - {line}" for line in lines), ""]
-    partial.write_text("".join(f"{line}\n" for line in text))
-    os.replace(partial, path)
+    replace_file(path, "".join(f"{line}\n" for line in text))
     return path

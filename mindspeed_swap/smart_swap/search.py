@@ -79,9 +79,9 @@ class Try:
 
     @property
     def surprise(self) -> float:
-        """By what share the step took longer, or shorter, than promised."""
+        """By what share the step took longer than promised; below 0: shorter."""
         promised = self.plan.prediction
-        return abs(self.step_ms / promised.step_ms - 1) if promised and promised.step_ms else 0.0
+        return self.step_ms / promised.step_ms - 1 if promised and promised.step_ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +285,9 @@ class SmartSwap:
 
     def _again(self) -> bool:
         """The same plan once more: it was without fault and much slower than it promised."""
-        last = self.tries[-1]
-        if last.rank[0] or last.plan.prediction is None or any(tried.plan is last.plan for tried in self.tries[:-1]):
-            return False
-        return last.step_ms > last.plan.prediction.step_ms * (1 + SURPRISE_SHARE)
+        *before, last = self.tries
+        first = all(tried.plan is not last.plan for tried in before)
+        return first and not last.rank[0] and last.surprise > SURPRISE_SHARE
 
     def _best(self) -> Try:
         """As measured; of those that do not differ by more than steps do anyway the one that went as promised."""
@@ -296,7 +295,7 @@ class SmartSwap:
         alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2]]
         return min(
             (tried for tried in alike if tried.step_ms <= best.step_ms * (1 + NOISE_SHARE)),
-            key=lambda tried: tried.surprise,
+            key=lambda tried: abs(tried.surprise),
         )
 
     def _promises_more(self) -> bool:

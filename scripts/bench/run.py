@@ -137,7 +137,8 @@ class Call:
         return Run(job, self.args.device, self.machine["id"])
 
     def _save(self) -> None:
-        given = ["OUT" if Path(each) == self.args.out else each for each in self.args.given]  # a path of one machine
+        folders = {folder: "KNOWN" for folder in self.args.known if folder.is_absolute()} | {self.args.out: "OUT"}
+        given = [folders.get(Path(each), each) for each in self.args.given]  # not where they are on this machine
         data = {
             "version": VERSION,
             "machine": self.machine,

@@ -26,7 +26,7 @@ def call(folder, *more):
 
 
 def test_runs_once_each(folder, capfd):
-    assert call(folder, "--minutes", "8", "--part", "one", "--ahead") == 0
+    assert call(folder, "--minutes", "8", "--part", "one", "--ahead", "--known", str(folder / "none")) == 0
     data = json.loads((folder / "sim-A-one.json").read_text())
     assert [record["point"] for record in data["points"]] == ["plain", "adaptive@0.81", "save_on_cpu"]
     assert {"machine", "versions", "command"} <= set(data) and data["machine"]["card"] == "simulated device"
@@ -38,6 +38,8 @@ def test_runs_once_each(folder, capfd):
     assert theirs["held_bytes"] < 0.1 * plain_run["held_bytes"]
     assert len({tuple(record["losses"]) for record in data["points"] if record is not ours}) == 1
     assert str(Path.home()) not in json.dumps(data["points"])  # commands name no folder of a machine
+    assert "--out OUT" in data["command"] and "--known KNOWN" in data["command"]
+    assert str(folder) not in data["command"]
     # A second call has nothing left to do.
     assert call(folder, "--minutes", "8", "--part", "two") == 0
     assert not (folder / "sim-A-two.json").exists()

@@ -63,7 +63,7 @@ def weightless(monkeypatch):
             self.address = next(self._addresses) * mmap.PAGESIZE
             accelerator.register_host(self.address, nbytes)
 
-    monkeypatch.setattr(host_pool, "_Slab", Slab)
+    monkeypatch.setattr(host_pool, "Slab", Slab)
 
 
 def check_consistent(pool):

@@ -34,9 +34,9 @@ def flags(text: str) -> set[str]:
 
 
 @cache
-def generator() -> ModuleType:
-    """scripts/docs.py."""
-    spec = importlib.util.spec_from_file_location("docs_script", ROOT / "scripts/docs.py")
+def generator(name: str = "docs") -> ModuleType:
+    """scripts/docs.py, or what it is made of."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / f"scripts/{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     before = list(sys.path)

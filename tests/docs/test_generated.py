@@ -50,7 +50,7 @@ def test_the_collector_sees_each_way_of_raising(tmp_path):
         'def g(self, key):\n    raise self._error(key, f"expected {key}")\n'
         'def h():\n    raise SettingError("plain" + hint)\n'
     )
-    assert set(generator()._texts_of(source)) == {
+    assert set(generator("docs_errors")._texts_of(source)) == {
         "--flag …: … bytes are too many: give less", "expected …", "plain",
     }  # fmt: skip
 
