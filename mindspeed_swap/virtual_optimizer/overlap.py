@@ -29,6 +29,8 @@ from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.virtual_optimizer.pipeline import BATCH, Pipeline
 
 BEGIN, FORWARD, BACKWARD, OPTIMIZER, UPDATED, END = "begin", "forward", "backward", "optimizer", "updated", "end"
+# Slices, at a point: enough to keep the link busy until the host is at the next one, few enough not to hold it up.
+STORED_AT_ONCE = 32
 
 
 class Room:
@@ -147,9 +149,16 @@ class Overlap:
     def may_keep(self, pipeline: Pipeline) -> int:
         """Its optimizer's step ends. Bytes of its buffers that may still be on their way out then."""
         self._point(UPDATED)  # what follows, as making the model's parameters, needs its own room
-        if not self._active or (self._manager and self._manager.stats.offloaded_bytes):
-            return 0
-        return self._left_for(pipeline, self._room.free_bytes)
+        return self._left_for(pipeline, self._room.free_bytes) if self._late else 0
+
+    def later_bytes(self, pipeline: Pipeline) -> int:
+        """Its optimizer's step begins. Bytes of its buffers whose copies out may begin after the step."""
+        return max(0, self._left_for(pipeline, self._room.ahead_bytes)) if self._late else 0
+
+    @property
+    def _late(self) -> bool:
+        """State may leave after the optimizer's step."""
+        return self._active and not (self._manager and self._manager.stats.offloaded_bytes)
 
     # ---- called at any time
     def came_to_rest(self) -> None:
@@ -190,6 +199,8 @@ class Overlap:
         if self._held:
             self._shrink(self._room.free_bytes)
         if kind in (BACKWARD, FORWARD):
+            for pipeline in self._pipelines:
+                pipeline.store(STORED_AT_ONCE)
             self._load_ahead(self._room.ahead_bytes)
         if self._held_at_point != self._held:  # what was there before is not part of the next interval's peak
             self._held_at_point = self._held

@@ -59,6 +59,7 @@ class Streamed:
         self._all_leave = any(unit.key == MASTER for unit in arena.units)
         self.pipeline.comes_ahead = not self._all_leave
         self.may_keep: Callable[[], int] = lambda: 0  # asked when the step is over: bytes of buffers
+        self.later_bytes: Callable[[], int] = lambda: 0  # asked before it: of buffers that may leave after it
         self.came_to_rest: Callable[[], None] = lambda: None  # told when somebody looks while something is on its way
         self._in_step = False
         arena.before_use = self._come_to_rest
@@ -101,7 +102,7 @@ class Streamed:
         self._watch_state()
         try:
             self._arena.adopt()  # somebody may have made state since
-            with self.pipeline.running(self._may_keep):
+            with self.pipeline.running(self._may_keep, 0 if self._all_leave else self.later_bytes()):
                 for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
         finally:

@@ -97,6 +97,7 @@ class VirtualOptimizer:
             self.overlap = Overlap(self._accelerator, [each.pipeline for each in self._streamed], self._manager)
             for each in self._streamed:
                 each.may_keep = partial(self.overlap.may_keep, each.pipeline)
+                each.later_bytes = partial(self.overlap.later_bytes, each.pipeline)
                 each.came_to_rest = self.overlap.came_to_rest
         self._say()
 

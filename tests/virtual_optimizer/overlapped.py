@@ -55,6 +55,7 @@ class Training:
             self.pipeline = self.streamed.pipeline
             self.overlap = Overlap(accelerator, [self.pipeline])
             self.streamed.may_keep = partial(self.overlap.may_keep, self.pipeline)
+            self.streamed.later_bytes = partial(self.overlap.later_bytes, self.pipeline)
             self.streamed.came_to_rest = self.overlap.came_to_rest
 
     def step(self, update: bool = True) -> None:
