@@ -97,7 +97,8 @@ class Runtime:
         if self._options.plan_cache:
             self._cache = PlanCache(self._options.plan_cache, self._cache_key(capacity), rank())
             plans, self._failed = self._cache.load(self._options.model)
-        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed)
+        settles = self._accelerator.name != "sim"
+        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed, settles=settles)
         self.shapes = Shapes(capacity, self._options.policy, plans, search)
         self._models: list[Any] = []
         self._owned: list[torch.Tensor] = []

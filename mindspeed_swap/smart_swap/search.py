@@ -2,6 +2,11 @@
 
 Pure: steps come in as counters and traces, decisions go out. Out of memory in any phase is survived by eviction, so
 the worst a plan can do is to be slow.
+
+Note: [A step before the one that is measured]
+The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
+runs at a higher clock than it can keep up. On a real device every recorded step but the very first follows one of the
+same plan that is not recorded.
 """
 from __future__ import annotations
 
@@ -132,6 +137,7 @@ class SmartSwap:
     name: int = 0  # of the shape; peers with another one decide for themselves
     tell: Callable[[str], None] = tell
     host_bytes: int | None = None  # that swap may take; None: no limit
+    settles: bool = False  # see Note [A step before the one that is measured]
     phase: Phase = Phase.WARM_UP
     steps: int = 0
     plan: Plan | None = None
@@ -151,6 +157,7 @@ class SmartSwap:
     _saved: int = 0  # tensors, in the step that the plan was made from
     _bad_steps: int = 0
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
+    _settling: bool = False  # the next step is not recorded
     _told: str = ""
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
@@ -163,7 +170,8 @@ class SmartSwap:
 
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
-        return StepOrder(self.plan, self.phase is not Phase.STABLE, self._read_order, host_bytes)
+        record = self.phase is not Phase.STABLE and not self._settling
+        return StepOrder(self.plan, record, self._read_order, host_bytes)
 
     def after_step(self, stats: StepStats, trace: StepTrace | None) -> bool:
         """Take a step's outcome in. True if the phase or the plan changed. Raises NoPlan."""
@@ -171,16 +179,23 @@ class SmartSwap:
         self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
+        if self._settling:
+            self._agree(0, 0, 0, 0, 0)
+            self._settling = False
+            return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saved = stats.saved
-        return self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
+        changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
+        # Whoever says when Stable begins counts steps.
+        self._settling = self.settles and self.phase is not Phase.STABLE and self.policy.tries is None
+        return changed
 
     # ---- with the other ranks
     def _state(self) -> float:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        return 1000.0 * list(Phase).index(self.phase) + 2.0 * tries + self._afresh
+        return 1000.0 * list(Phase).index(self.phase) + 4.0 * tries + 2.0 * self._settling + self._afresh
 
     def _agree(self, *own: float, later: bool = False) -> _Facts:
         """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""

@@ -143,11 +143,11 @@ def measure(device: str, tensors: int) -> dict[str, Any]:
     plan = swap_all(trace)
     swapped, stats = timed(plan)
     long = Chain(*size_of_step, tensors)
-    plain_s, managed_s = [], []
-    for _ in range(STEPS + 2):  # in turn, so that a slow moment meets both
-        plain_s.append(long.step()[0])
-        managed_s.append(long.step(manager)[0])
-    plain_ms, managed_ms = (1000 * statistics.median(seconds[2:]) for seconds in (plain_s, managed_s))
+    seconds: dict[Any, list[float]] = {None: [], manager: []}
+    for number in range(2 * STEPS + 2):  # in turn, so that a slow moment meets both, and each as often after the other
+        for which in (None, manager) if number % 2 else (manager, None):
+            seconds[which].append(long.step(which)[0])
+    plain_ms, managed_ms = (1000 * statistics.median(seconds[which][2:]) for which in (None, manager))
     manager.close()
     return {
         "tensors": len(kept.pack) // STEPS, "swapped_tensors": len(plan.swaps), "moved_bytes": stats.offloaded_bytes,

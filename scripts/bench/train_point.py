@@ -50,15 +50,16 @@ def wait_for_gate() -> None:
 def keep_predictions() -> None:
     from megatron.training import get_args, training
 
-    train_step, told, step = training.train_step, [], 0
+    train_step, told, step, seen = training.train_step, [], 0, 0
 
     @functools.wraps(train_step)
     def keep(*args, **kwargs):
-        nonlocal step
+        nonlocal step, seen
         step += 1
         if (folder := get_args().swap_report_dir) and os.environ.get("RANK", "0") == "0":
-            summary = Path(folder) / "rank0" / "summary.json"
-            plan = json.loads(summary.read_text())["plan"] if summary.exists() else {}
+            summary, before = Path(folder) / "rank0" / "summary.json", seen
+            seen = summary.stat().st_mtime_ns if summary.exists() else 0
+            plan = json.loads(summary.read_text())["plan"] if seen != before else {}
             if plan.get("prediction") and all(plan["prediction"] != each["prediction"] for each in told):
                 told.append({"before_step": step, "prediction": plan["prediction"]})
                 (Path(folder) / "predictions.json").write_text(json.dumps(told))

@@ -11,8 +11,8 @@ GPU, SIM = "gpu", "sim"
 COUNTED_STEPS = 10
 # Of what has no plan to search: first steps allocate, choose kernels and make the optimizer's state.
 WARM_UP_STEPS = 4
-# WarmUp (2), at most 8 tries of SearchPolicy and as many steps in which Stable settles.
-SEARCH_STEPS = 12
+# WarmUp (3) and at most 8 tries of SearchPolicy, each of two steps; Stable settles in one.
+SEARCH_STEPS = 20
 
 
 @dataclass(frozen=True)

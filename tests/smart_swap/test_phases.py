@@ -55,6 +55,24 @@ def test_by_default_tries_go_on_while_they_gain_8_at_most():
     assert it.plan is it.tries[-1].plan
 
 
+def test_on_a_device_every_measured_step_follows_one_of_the_same_plan():
+    """What it measures is neither of an allocator that has yet to meet the plan nor of a device that has rested."""
+    it, orders = search(settles=True), []
+    while it.phase is not Phase.STABLE:
+        orders.append(it.next_step())
+        run(it, TRACE if orders[1:] else FIRST)
+    assert [order.record for order in orders[:3]] == [True, False, True]  # the very first only shows what there is
+    for before, order in zip(orders[:-1], orders[1:], strict=True):
+        if order.record:
+            assert not before.record and before.plan is order.plan
+    assert len(orders) == 3 + 2 * len(it.tries) <= 19
+    assert run(it, TRACE) is it.plan and it.stable.steps == 1
+
+
+def test_who_says_when_stable_begins_counts_steps():
+    assert settle(search({"stable_step": 6}, settles=True), TRACE) == settle(search({"stable_step": 6}), TRACE)
+
+
 def test_case_36_try_2_slower_on_purpose_stable_runs_try_1():
     it = search({"stable_step": 4})
     run(it, FIRST)
