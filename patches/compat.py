@@ -132,6 +132,7 @@ FEATURES = (
     PRECISION_AWARE, OPTIMIZER_GRAPH, OTHER_OPTIMIZER, MEMORY_FRAGMENTATION, MINDSPEED_MEMORY,
 )  # fmt: skip
 
+_LAYERS_AND_ADAM = Works("its layers and its FusedAdam")  # neither fp8 nor its fused attention was run
 _SAME_TENSORS = Refused("both move saved tensors to the host, and each would count on memory that the other holds")
 # Of every flag that moves or drops saved tensors.
 _SAVED_TENSORS: dict[Feature, Cell] = {
@@ -143,7 +144,7 @@ _SAVED_TENSORS: dict[Feature, Cell] = {
     FSDP: NotTested(),
     LOW_PRECISION: NotTested(),
     CONTEXT_PARALLEL: NotTested(),
-    TRANSFORMER_ENGINE: NotTested(),
+    TRANSFORMER_ENGINE: _LAYERS_AND_ADAM,
     MEMORY_FRAGMENTATION: Refused("it replaces the allocator whose memory pressure is listened to"),
     MINDSPEED_MEMORY: Refused("both move or drop saved tensors"),
 }
@@ -190,7 +191,7 @@ COMPAT: dict[str, dict[Feature, Cell]] = {
         FSDP: Refused("it owns the optimizer's state"),
         LOW_PRECISION: NotTested(),
         CONTEXT_PARALLEL: NotTested(),
-        TRANSFORMER_ENGINE: NotTested(),
+        TRANSFORMER_ENGINE: _LAYERS_AND_ADAM,
         PRECISION_AWARE: Refused("its state has scales beside the moments"),
         OPTIMIZER_GRAPH: Refused("a captured step cannot be cut into slices"),
         OTHER_OPTIMIZER: Refused("it moves Adam's moments", "use --optimizer adam"),
