@@ -351,7 +351,9 @@ class SmartSwap:
         if facts.trouble or facts.over or soft == hard or self.plan.prediction is None:
             return None
         wrong = abs(int(facts.peak) - max(self.plan.prediction.peak_bytes.values()))
-        return min(hard - soft, int(hard * LEAST_RESERVE_SHARE) + 2 * wrong)
+        # For what the allocator cannot use (fragments) there is also what lies between the target and the device's end.
+        least = max(0, int(hard * LEAST_RESERVE_SHARE) - (self.capacity_bytes - hard))
+        return min(hard - soft, least + 2 * wrong)
 
     def _reserve(self) -> int:
         """Room that was left so far: what AUTO adds after trouble."""

@@ -22,7 +22,8 @@ class SwapPolicyConfig:
 
         # ---- how much: the least of what follows is the target for the peak of a step
         # Bytes left free of the device, or of MINDSPEED_SWAP_DEVICE_CAPACITY: steps differ a little.
-        # AUTO: 2 % of it (of the target, where that is lower), less where there is no other way.
+        # AUTO: 2 % of it (of the target, where that is lower), less where there is no other way or once a step has
+        # been as predicted.
         self.redundant_memory = AUTO
         # Bytes added to that after a try that ran out of memory all the same. AUTO: as much as there was.
         self.adjust_memory = AUTO

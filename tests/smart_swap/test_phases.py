@@ -176,20 +176,28 @@ def moved(budget):
     return solve(TRACE, int(budget)).swap_bytes
 
 
+@pytest.mark.parametrize("spare", [0, 0.001, 10], ids=["at the end", "just below it", "far below it"])
 @pytest.mark.parametrize("wrong_bytes", [0, MIB])
-def test_the_reserve_is_used_once_predictions_are_exact(wrong_bytes):
-    """Of targets where leaving 2 % free moves more than leaving a quarter of one."""
-    target = next(t for t in range(LOW + 16 * MIB, peak(TRACE), MIB) if moved(0.98 * t) > moved(0.9975 * t))
-    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE))
+def test_the_reserve_is_used_once_predictions_are_exact(wrong_bytes, spare):
+    """Of targets where leaving 2 % free moves more than leaving a quarter of one.
+    What lies between the target and the device's end is left free in any case."""
+
+    def least(target):
+        return max(0, int(0.0025 * target) - int(spare * target))
+
+    target = next(
+        t for t in range(LOW + 16 * MIB, peak(TRACE), MIB) if moved(0.98 * t) > moved(t - least(t)) >= moved(t)
+    )
+    it = search({"target_mode": True, "target_memory": target}, target + int(spare * target))
     run(it, FIRST)
     run(it, TRACE)
     assert it.plan.swap_bytes == moved(0.98 * target)
     tried = executed(TRACE, it.plan)
     points = [replace(point, peak_bytes=point.peak_bytes + wrong_bytes) for point in tried.points]
     it.after_step(StepStats(saved=SAVED), replace(tried, points=points))
-    assert it.target_bytes == target - int(0.0025 * target) - 2 * wrong_bytes
+    assert it.target_bytes == target - least(target) - 2 * wrong_bytes
     if not wrong_bytes:
-        assert it.plan.swap_bytes == moved(0.9975 * target)
+        assert it.plan.swap_bytes == moved(target - least(target))
 
 
 def test_with_room_to_spare_and_nothing_asked_nothing_moves():
