@@ -20,8 +20,13 @@ from mindspeed_swap.core.windows import link_rates
 
 # Work per target, in points and tensors visited per sweep: it bounds the time of an answer (seconds) for any trace.
 SEARCH_WORK = 40_000
-# Sets of modules tried per target: at least, and one in so many tries.
-FEWEST_SETS, TRIES_PER_SET = 3, 20
+# Sets of modules tried per target until it is known with how many of them nothing waits: at least, at most, and one in
+# so many tries.
+FEWEST_SETS, SETS, TRIES_PER_SET = 3, 8, 4
+# Ways to swap that are tried with each: one per direction of the sweeps. Which is better depends on the schedule.
+FIRST_WAYS = 2
+# Of those known then, that every way to swap is tried with.
+BEST_SETS = 2
 # What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
 # still missing shows, and the next module may be of a kind that costs far more.
 FIRST_PACE = 0.9
@@ -85,9 +90,10 @@ class Attempt:
             for corner in fitting:
                 if not corner.placed or not self._large:
                     self._take(corner.flags, corner.placed, corner.curve)
-            self._recompute(alone, stage.order(target))
-            if not any(self.flags):
-                self._recompute(alone, stage.order(target, largest=False))
+            order, other = stage.order(target), stage.order(target, largest=False)
+            looked_at = slice(self._recompute(alone, order))
+            if order[looked_at] != other[looked_at] and not (self._large and any(self.flags)):
+                self._recompute(alone, other)
             if not self._large:
                 self._search()
                 self._shift()
@@ -117,41 +123,54 @@ class Attempt:
 
     # -- swap and recompute -------------------------------------------------------------------------------------------
 
-    def _swap(self, flags: tuple[bool, ...]) -> float:
+    def _swap(self, flags: tuple[bool, ...], ways: int | None = None) -> float:
         """Several ways to swap with these modules. Returns the least extra time among them."""
         choices = self.stage.scene(flags).choices(self.target, self.least, int(self._large))
+        spent = sum(module.record.forward_ms for module in self.stage.members(flags))
         best = _UNKNOWN[0]
-        for wanted in islice(choices, 1 if self._large else None):
+        for wanted in islice(choices, 1 if self._large else ways):
             best = min(best, self._look(flags, wanted)[0])
-            if self.extra_ms <= NEGLIGIBLE_MS:
+            if best <= spent + NEGLIGIBLE_MS:  # nothing waits
                 break
         return best
 
-    def _recompute(self, wait_ms: float, order: Order) -> None:
-        """First parts of the price order: each of them if they are few, else where the waits that are left point to.
-        ``wait_ms``: that of swap alone."""
-        stage, count = self.stage, len(order)
-        sets = max(FEWEST_SETS, self._tries // TRIES_PER_SET)
+    def _recompute(self, wait_ms: float, order: Order) -> int:
+        """First parts of the price order. With each more of one kind about as much less is waited for, so what is best
+        lies where nothing waits any more, or where a kind begins that costs more than the waits that it saves.
+        ``wait_ms``: that of swap alone. Returns how many of the order it went to."""
+        stage, kinds = self.stage, [self.stage.modules[m].record.key.name for m, _ in order]
         gained = [0, *accumulate(nbytes for _, nbytes in order)]
-        low, high = 0, count
-        pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
-        for k in range(1, sets + 1):
-            if low >= high:
-                break
-            if count > sets:
-                if wait_ms > NEGLIGIBLE_MS:
-                    k = max(low + 1, min(high, bisect_left(gained, gained[low] + wait_ms * pace)))
-                else:
-                    k = (low + high + 1) // 2
+        extra: dict[int, float] = {}  # by how many are recomputed, with the first ways to swap
+
+        def waits(k: int) -> float:
             flags = stage.first(order, k)
-            before, wait_ms = wait_ms, self._swap(flags)
-            wait_ms -= sum(module.record.forward_ms for module in stage.members(flags))
-            if count <= sets or wait_ms > NEGLIGIBLE_MS:
-                if wait_ms < before < _UNKNOWN[0]:
-                    pace = (gained[k] - gained[low]) / (before - wait_ms)
-                low = k
+            extra[k] = self._swap(flags, ways=FIRST_WAYS)
+            return extra[k] - sum(module.record.forward_ms for module in stage.members(flags))
+
+        low, high = 0, len(order) + 1  # something waits; nothing does, or that is not known
+        pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
+        left = wait_ms
+        for number in range(FEWEST_SETS if self._large else max(FEWEST_SETS, min(SETS, self._tries // TRIES_PER_SET))):
+            if high - low <= 1:
+                break
+            guess = (low + high) // 2
+            if left > NEGLIGIBLE_MS and wait_ms < _UNKNOWN[0] and (number < FEWEST_SETS or number % 2):
+                guess = bisect_left(gained, gained[low] + wait_ms * pace)
+            k = max(low + 1, min(high - 1, guess))
+            left = waits(k)
+            if left > NEGLIGIBLE_MS:
+                if left < wait_ms < _UNKNOWN[0]:
+                    pace = (gained[k] - gained[low]) / (wait_ms - left)
+                low, wait_ms = k, left
             else:
-                high = k - 1
+                high = k
+        if not self._large:
+            for k in [k for k in range(1, min(high, len(order))) if kinds[k] != kinds[k - 1]][-BEST_SETS:]:
+                if k not in extra:
+                    waits(k)
+            for k in sorted(extra, key=extra.__getitem__)[:BEST_SETS]:
+                self._swap(stage.first(order, k))
+        return high
 
     def _search(self) -> None:
         """Climb from the best so far, from everything, and from everything but one tensor of the best."""

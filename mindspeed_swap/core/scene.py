@@ -62,7 +62,7 @@ class Scene:
         """Ways to choose records, most promising first. A copy under way frees nothing until it is over, which
         ``choose`` does not see: so aim below the target by some tensors."""
         largest = max((job.nbytes for job in self.jobs), default=0)
-        for ahead_first, margin in ((True, first_margin), (True, 1), (False, 0), (True, 4), (False, 2)):
+        for ahead_first, margin in ((True, first_margin), (False, 0), (True, 1), (True, 4), (False, 2)):
             aim = max(least, target - margin * largest)
             over = [value - aim for value in self.keep] + [-1]
             chosen = [False] * len(self.jobs)
