@@ -15,6 +15,7 @@ SAVE = ("--save-interval", "2", "--exit-interval", "2")
 TWO_STAGES = {"NPROC": "2", "PP": "2"}
 TWO_COPIES = {"NPROC": "2"}
 SAVE_SECONDS = 0.15  # of this size, from its folder's birth to the tracker file
+NO_HOOK = {"MINDSPEED_SWAP_OOM_HOOK": "0"}  # nothing overlaps: at the end of a step all has left
 NOISE = 16 << 10  # gloo lets go of the tensor of a finished collective a moment late
 
 
@@ -36,14 +37,14 @@ def test_one_rank(plain, folder, flags):
     assert figures["mode"] == ("mapped" if flags else "streamed")
     assert bool(figures["master_bytes"]) == bool(flags)
     moved = figures["moments_bytes"] + figures["master_bytes"]
-    assert plain.static_bytes() - run.static_bytes() == pytest.approx(moved, abs=NOISE)
     assert run.summaries[0]["host"]["peak_used_bytes"] >= moved
     assert len(run.lines) == 1 and run.lines[0].endswith(", stage 0 of 1")
     if flags:
+        assert plain.static_bytes() - run.static_bytes() == pytest.approx(moved, abs=NOISE)
         assert figures["came_early_bytes"] == figures["left_late_bytes"] == 0
     else:
         assert figures["came_early_bytes"] > 0.5 * moved
-        assert figures["left_late_bytes"] <= moved  # how much depends on the moment
+        assert 0 < figures["left_late_bytes"] <= moved  # in the next forward
         # The optimizer's own peak is lower too.
         peaks = [each.ranks[0]["steps"][-1]["peak_bytes"] for each in (plain, run)]
         assert peaks[0] - peaks[1] > 0.7 * moved
@@ -51,10 +52,11 @@ def test_one_rank(plain, folder, flags):
 
 def test_without_the_allocators_hook_nothing_overlaps(plain, folder):
     """Nobody would tell when an allocation fails."""
-    run = trained(folder / "no-hook", "--virtual-optimizer", "all", MINDSPEED_SWAP_OOM_HOOK="0")
+    run = trained(folder / "no-hook", "--virtual-optimizer", "all", **NO_HOOK)
     figures = run.summaries[0]["virtual_optimizer"]
     assert run.hashes == plain.hashes
     assert figures["came_early_bytes"] == figures["left_late_bytes"] == 0
+    assert plain.static_bytes() - run.static_bytes() == pytest.approx(figures["moments_bytes"], abs=NOISE)
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
@@ -97,7 +99,7 @@ def test_killed_while_it_saves(plain, folder, moment):
 
 def test_stages_with_amounts_of_their_own(folder):
     amount = 0.0003  # GB: 322122 bytes
-    run = trained(folder / "stages", "--virtual-optimizer", str(amount), "0", **TWO_STAGES)
+    run = trained(folder / "stages", "--virtual-optimizer", str(amount), "0", **TWO_STAGES, **NO_HOOK)
     plain = trained(folder / "stages-plain", **TWO_STAGES)
     assert run.hashes == plain.hashes
     first, second = (summary["virtual_optimizer"] for summary in run.summaries)
@@ -110,7 +112,7 @@ def test_stages_with_amounts_of_their_own(folder):
 
 @pytest.mark.full
 def test_data_parallel_shards(folder):
-    run = trained(folder / "shards", "--virtual-optimizer", "all", **TWO_COPIES)
+    run = trained(folder / "shards", "--virtual-optimizer", "all", **TWO_COPIES, **NO_HOOK)
     plain = trained(folder / "shards-plain", **TWO_COPIES)
     assert run.hashes == plain.hashes
     for rank in (0, 1):
@@ -221,4 +223,4 @@ def test_four_stages(folder):
         figures = summary["virtual_optimizer"]
         assert figures["stage"] == f"stage {rank} of 4"
         assert figures["moments_bytes"] <= figures["amount_bytes"]
-        assert plain.static_bytes(rank) - run.static_bytes(rank) == pytest.approx(figures["moments_bytes"], abs=NOISE)
+        assert figures["moments_bytes"] == 0 or figures["came_early_bytes"] > 0
