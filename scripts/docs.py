@@ -5,7 +5,8 @@
   scripts/docs.py --measure  # train on the simulated device first: docs/measured, docs/pictures; some minutes
 
 In a Markdown file, what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is the result of BLOCKS[NAME].
-Whole files are in FILES. Figures in the text come from docs/measured/simulated.json, never from a keyboard.
+Whole files are in FILES. Figures in the text come from docs/measured, never from a keyboard. (gpu_predictions.json
+there has what scripts/bench/predictions.py found on a GPU.)
 """
 from __future__ import annotations
 
@@ -225,6 +226,24 @@ def predictions(language: int = 0) -> str:
     return "\n".join(lines) + "\n"
 
 
+def gpu_predictions(language: int = 0) -> str:
+    head = (
+        ("{card}, torch {torch}", "budget, of the peak without a flag", "predicted before step", "step time predicted",
+         "measured", "difference", "peak predicted", "measured"),
+        ("{card}，torch {torch}", "预算，占不加参数时峰值", "在第几步之前预测", "预测步时间", "实测", "差", "预测峰值",
+         "实测峰值"),
+    )[language]  # fmt: skip
+    data = json.loads((MEASURED / "gpu_predictions.json").read_text())
+    first = head[0].format(card=data["card"], torch=data["versions"]["torch"])
+    lines = ["| " + " | ".join((first, *head[1:])) + " |", "|---" * len(head) + "|"]
+    for row in data["rows"]:
+        (told_ms, ms), (told_peak, peak) = row["step_ms"], row["peak_bytes"]
+        name = "--smart-swap" if row["feature"] == "smart-swap" else "--adaptive-memory-optimization"
+        lines.append(f"| `{name}` | {row['budget_share']:.2f} | {row['before_step']} | {told_ms:.1f} ms | "
+                     f"{ms:.1f} ms | {ms / told_ms - 1:+.1%} | {_mib(told_peak)} | {_mib(peak)} |")  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
 def versions(language: int = 0) -> str:
     found = _figures()["versions"]
     text = ("Simulated device, Python {python}, torch {torch}, megatron-core {megatron-core}",
@@ -313,6 +332,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "results-zh": functools.partial(results, 1),
     "predictions": predictions,
     "predictions-zh": functools.partial(predictions, 1),
+    "gpu-predictions": gpu_predictions,
+    "gpu-predictions-zh": functools.partial(gpu_predictions, 1),
     "caption": caption,
     "caption-zh": functools.partial(caption, 1),
     "lanes": lane_figures,
