@@ -168,6 +168,11 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
+def _head(names: Sequence[str]) -> list[str]:
+    """Of a table."""
+    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+
+
 _ROWS = {
     "plain": ("no flag", "不加参数"),
     "capped": ("no flag, capped", "不加参数，限制显存"),
@@ -189,7 +194,7 @@ _WORDS = (
 def results(language: int = 0) -> str:
     figures = _figures()
     words, runs = _WORDS[language], figures["runs"]
-    lines = ["| " + " | ".join(_HEAD[language]) + " |", "|---" * len(_HEAD[language]) + "|"]
+    lines = _head(_HEAD[language])
     for name, titles in _ROWS.items():
         run = runs[name]
         cap = _mib(run["cap"]) if run["cap"] else words["none"]
@@ -213,7 +218,7 @@ def predictions(language: int = 0) -> str:
         ("run", "tries", "predicted peak", "measured", "difference", "moved a step", "late", "on demand", "evicted"),
         ("运行", "尝试次数", "预测峰值", "实测峰值", "差", "每步搬移", "来迟", "按需加载", "驱逐"),
     )[language]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines = _head(head)
     for name in ("smart-swap", "adaptive"):
         summary = _figures()["runs"][name]["summary"]
         step, stable = summary["step"], summary["stable"]
@@ -234,8 +239,7 @@ def gpu_predictions(language: int = 0) -> str:
          "实测峰值"),
     )[language]  # fmt: skip
     data = json.loads((MEASURED / "gpu_predictions.json").read_text())
-    first = head[0].format(card=data["card"], torch=data["versions"]["torch"])
-    lines = ["| " + " | ".join((first, *head[1:])) + " |", "|---" * len(head) + "|"]
+    lines = _head((head[0].format(card=data["card"], torch=data["versions"]["torch"]), *head[1:]))
     for row in data["rows"]:
         (told_ms, ms), (told_peak, peak) = row["step_ms"], row["peak_bytes"]
         name = "--smart-swap" if row["feature"] == "smart-swap" else "--adaptive-memory-optimization"

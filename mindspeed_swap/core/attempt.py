@@ -126,7 +126,7 @@ class Attempt:
     def _swap(self, flags: tuple[bool, ...], ways: int | None = None) -> float:
         """Several ways to swap with these modules. Returns the least extra time among them."""
         choices = self.stage.scene(flags).choices(self.target, self.least, int(self._large))
-        spent = sum(module.record.forward_ms for module in self.stage.members(flags))
+        spent = self.stage.spent_ms(flags)
         best = _UNKNOWN[0]
         for wanted in islice(choices, 1 if self._large else ways):
             best = min(best, self._look(flags, wanted)[0])
@@ -145,7 +145,7 @@ class Attempt:
         def waits(k: int) -> float:
             flags = stage.first(order, k)
             extra[k] = self._swap(flags, ways=FIRST_WAYS)
-            return extra[k] - sum(module.record.forward_ms for module in stage.members(flags))
+            return extra[k] - stage.spent_ms(flags)
 
         low, high = 0, len(order) + 1  # something waits; nothing does, or that is not known
         pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait

@@ -185,6 +185,10 @@ class Stage:
     def members(self, flags: Iterable[bool]) -> list[Module]:
         return [module for module, on in zip(self.modules, flags, strict=True) if on]
 
+    def spent_ms(self, flags: Iterable[bool]) -> float:
+        """What recomputing these takes."""
+        return sum(module.record.forward_ms for module in self.members(flags))
+
     def _leasts(self) -> list[int]:
         """For each module: least memory while it runs again, with everything else away that can be. A layer brings all
         that it saves back at once; parts of it do not."""

@@ -153,7 +153,7 @@ class Overlap:
 
     def later_bytes(self, pipeline: Pipeline) -> int:
         """Its optimizer's step begins. Bytes of its buffers whose copies out may begin after the step."""
-        return max(0, self._left_for(pipeline, self._room.ahead_bytes)) if self._late else 0
+        return self._left_for(pipeline, self._room.ahead_bytes) if self._late else 0
 
     @property
     def _late(self) -> bool:
