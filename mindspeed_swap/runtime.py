@@ -140,8 +140,7 @@ class Runtime:
     def _planned(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:
         """What the step did decides how the next one of the same shape runs."""
         assert self.shapes is not None
-        capacity = self._accelerator.memory().capacity_bytes
-        self.shapes.begin(microbatches, capacity, self.pool.budget_bytes - self.pool.used_bytes)
+        self.shapes.begin(microbatches, self._guard.begin_step(), self.pool.budget_bytes - self.pool.used_bytes)
         search = self.shapes.current
         if self._models != models or search is None or search.phase is not Phase.STABLE:
             self._owned = list(owned_by(models))  # walking through modules takes as long as starting a dozen kernels
@@ -244,6 +243,7 @@ class Runtime:
             self._in_optimizer = True
             if self.shapes:
                 self.manager.enter_optimizer()
+                self._guard.enter_optimizer()
             if self._overlap:
                 self._overlap.optimizer()
 

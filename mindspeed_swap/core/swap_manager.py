@@ -295,15 +295,13 @@ class SwapManager:
     def _act(self, position: Position) -> None:
         """What the plan wants at this position. Each entry is used once."""
         for key in self._releases.pop(position, ()):
-            saved = self.live.by_key.get(key)
-            if saved is not None:
+            if (saved := self.live.by_key.get(key)) is not None:
                 with self._lock:
                     self._mover.release(saved, planned=True)
         if self._mover.gave_up:
             self._begin_interval()
         for key in self._prefetches.pop(position, ()):
-            saved = self.live.by_key.get(key)
-            if saved is not None and saved.state is State.HOST:
+            if (saved := self.live.by_key.get(key)) is not None and saved.state is State.HOST:
                 self._prefetch(saved)
 
     def _begin_interval(self) -> None:
@@ -324,8 +322,7 @@ class SwapManager:
     def _look_ahead(self, key: Key) -> None:
         """Fetch what was pushed out and is wanted soon, as far as there is room. Needs the order of a recorded step."""
         for saved in self._strays.wanted_after(key):
-            memory = self.accelerator.memory()
-            if memory.capacity_bytes - memory.allocated_bytes < saved.nbytes + self.headroom_bytes:
+            if self.accelerator.memory().left_bytes < saved.nbytes + self.headroom_bytes:
                 return
             self._strays.remove(saved)
             if saved.state is State.HOST:
@@ -366,14 +363,12 @@ class SwapManager:
         if self._lock._is_owned():  # type: ignore[attr-defined]
             return 0  # a finaliser allocates while this thread is inside a move: its books are not to be read now
         freed = self._drain()
-        if getattr(self._thread, "may_not_evict", False):
+        if not self.may_evict:
             return freed
         with self._lock:
             if freed < nbytes:
                 freed += self._mover.free_lingering(wait=True)
-            if freed >= nbytes:
-                return freed
-            for saved in self._strays.last_read_first(self.live.by_serial.values()):
+            for saved in self._strays.last_read_first(self.live.by_serial.values() if freed < nbytes else ()):
                 given_up = self._mover.evict(saved)
                 if given_up:
                     freed += given_up
@@ -383,6 +378,11 @@ class SwapManager:
                 if freed >= nbytes:
                     break
         return freed
+
+    @property
+    def may_evict(self) -> bool:
+        """Allocations of this thread are worth it."""
+        return not getattr(self._thread, "may_not_evict", False)
 
     @contextmanager
     def without_evicting(self) -> Iterator[None]:

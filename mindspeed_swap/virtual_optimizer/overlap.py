@@ -231,5 +231,4 @@ class Overlap:
 
     def _fits(self, nbytes: int) -> bool:
         """Asked first: an allocation that fails costs more."""
-        memory = self._accelerator.memory()
-        return memory.capacity_bytes - memory.allocated_bytes >= nbytes
+        return self._accelerator.memory().left_bytes >= nbytes

@@ -5,6 +5,7 @@ from swapping import assert_nothing_left, assert_same, blocks, capacity, new_man
 
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.sim import device
+from mindspeed_swap.units import GIB
 
 
 def limit(plain, base: int, share: float) -> int:
@@ -153,4 +154,34 @@ def test_a_prefetch_does_not_push_others_out(sim):
         assert [handle.saved.state.value for handle in handles] == ["host", "device"]
         manager._unpack(handles[0])  # on demand it does
         assert [handle.saved.state.value for handle in handles] == ["device", "host"]
+    guard.close()
+
+
+@pytest.mark.parametrize(("world", "first"), [("1", 2.0), ("8", 2.5)])
+def test_the_first_step_leaves_more_room_to_others(sim, monkeypatch, world, first):
+    """40 GiB: a sixteenth of it is 2.5 GiB."""
+    left = []
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr(sim, "leave_room", left.append)
+    monkeypatch.setattr(sim, "empty_cache", lambda: left.append("cache"))
+    with capacity(40 * GIB):
+        guard = OomGuard(new_manager(sim))
+        for _ in range(3):
+            assert guard.begin_step() == 40 * GIB
+            guard.enter_optimizer()
+    assert left == [first * GIB, "cache", 0.5 * GIB]
+    guard.close()
+
+
+def test_the_room_is_taken_when_nothing_is_left_to_evict(sim, monkeypatch):
+    order = []
+    manager = new_manager(sim)
+    monkeypatch.setattr(manager, "evict", lambda nbytes: order.append("evict") or (10 if len(order) == 1 else 0))
+    monkeypatch.setattr(sim, "take_room", lambda: order.append("room") or order.count("room") == 1)
+    guard = OomGuard(manager)
+    assert [guard._on_pressure(10, attempt) for attempt in range(3)] == [True, True, False]
+    assert order == ["evict", "evict", "room", "evict", "room"]
+    with manager.without_evicting():
+        assert not guard._on_pressure(10, 0)
+    assert order[5:] == ["evict"], "an allocation that may as well fail takes nothing"
     guard.close()

@@ -54,6 +54,48 @@ def test_survives_with_data_intact(accelerator):
     assert torch.cuda.memory_reserved() <= CAPACITY
 
 
+ROOM = 64 * MIB
+
+
+@pytest.fixture
+def whole_device(monkeypatch):
+    monkeypatch.delenv(CAPACITY_VARIABLE, raising=False)
+    with small_device(torch.cuda.mem_get_info()[1]) as device:
+        yield device
+
+
+def test_room_is_left_for_others_until_nothing_can_be_evicted(whole_device):
+    reserved = torch.cuda.memory_reserved()
+    usable = torch.cuda.mem_get_info()[0] + reserved
+    whole_device.leave_room(2 * ROOM)
+    whole_device.leave_room(ROOM)  # it was ours to change
+    assert abs(whole_device.memory().capacity_bytes - (usable - ROOM)) <= 1
+    whole_device.on_pressure(lambda nbytes, attempt: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(usable - ROOM // 2, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.mem_get_info()[0] >= ROOM
+    asked = []
+    whole_device.on_pressure(lambda nbytes, attempt: asked.append(whole_device.take_room()) or asked[-1])
+    kept = torch.empty(usable - ROOM // 2, dtype=torch.uint8, device="cuda")
+    assert asked == [True] and len(kept) == usable - ROOM // 2
+    del kept
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(usable + ROOM, dtype=torch.uint8, device="cuda")
+    assert asked == [True, False], "it is taken once"
+    whole_device.leave_room(ROOM)
+    assert whole_device.memory().capacity_bytes == torch.cuda.mem_get_info()[1], "who needs it all is left in peace"
+
+
+def test_no_room_is_left_of_what_the_user_has_capped(accelerator):
+    accelerator.leave_room(ROOM)
+    assert abs(accelerator.memory().capacity_bytes - CAPACITY) <= 1 and not accelerator.take_room()
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    accelerator.leave_room(ROOM)
+    torch.cuda.set_per_process_memory_fraction(0.5)  # after us
+    accelerator.leave_room(2 * ROOM)
+    assert abs(torch.cuda.get_per_process_memory_fraction() - 0.5) < 1e-6
+
+
 def test_handler_hears_size_and_attempt(accelerator):
     calls = []
     accelerator.on_pressure(lambda nbytes, attempt: calls.append((nbytes, attempt)) or attempt < 2)

@@ -27,6 +27,10 @@ class DeviceMemory:
     reserved_bytes: int
     capacity_bytes: int  # what this process may use: the device, or MINDSPEED_SWAP_DEVICE_CAPACITY if that is less
 
+    @property
+    def left_bytes(self) -> int:
+        return self.capacity_bytes - self.allocated_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -91,6 +95,17 @@ class Accelerator(ABC):
 
         Returns False if this device cannot do that: the caller must then evict ahead.
         """
+
+    def leave_room(self, nbytes: int) -> None:
+        """From now on the allocator keeps to what nobody else has taken of the device, less ``nbytes``. Where the user
+        has capped it, nothing changes."""
+
+    def take_room(self) -> bool:
+        """What ``leave_room`` has left is for the allocator after all. False: nothing was left."""
+        return False
+
+    def empty_cache(self) -> None:
+        """The allocator gives back what it only keeps."""
 
     # ---- order
     @abstractmethod

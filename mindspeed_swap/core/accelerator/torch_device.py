@@ -53,6 +53,9 @@ class TorchAccelerator(Accelerator):
         self._index: int = module.current_device()
         self._device = torch.device(self.name, self._index)
         self._total_bytes = cap_memory(module, self._index)
+        self._usable_bytes = self._total_bytes  # less the room that is left
+        self._own_fraction: float | None = None  # what leave_room has set
+        self._room_taken = False
         self._streams: dict[tuple[int, int, int], Any] = {}
         self._watch, self._hooked = watch_allocator(module, str(self._device), self._index, build_guard)
         atexit.register(self.close)  # no handler may be called, nor keep tensors alive, while Python goes away
@@ -70,7 +73,31 @@ class TorchAccelerator(Accelerator):
         allocated, reserved = self._watch.memory(self._index)
         # Asked every time: training scripts set a fraction of their own, some of them late.
         fraction = self._module.get_per_process_memory_fraction(self._index)
-        return DeviceMemory(allocated, reserved, min(self._total_bytes, round(fraction * self._total_bytes)))
+        return DeviceMemory(allocated, reserved, min(self._usable_bytes, round(fraction * self._total_bytes)))
+
+    def leave_room(self, nbytes: int) -> None:
+        set_by = self._module.get_per_process_memory_fraction(self._index)
+        if self._room_taken or (set_by < 1 and set_by != self._own_fraction):
+            return
+        free_bytes, total_bytes = self._module.mem_get_info(self._index)
+        self._usable_bytes = max(0, free_bytes + self._watch.memory(self._index)[1] - nbytes)
+        if self._hooked:  # else nothing would make room for what is refused here
+            self._set_fraction(self._usable_bytes / total_bytes)
+
+    def take_room(self) -> bool:
+        if self._own_fraction is None:
+            return False
+        self._room_taken, self._usable_bytes = True, self._total_bytes
+        self._set_fraction(1.0)
+        self._own_fraction = None
+        return True
+
+    def empty_cache(self) -> None:
+        self._module.empty_cache()
+
+    def _set_fraction(self, fraction: float) -> None:
+        self._module.set_per_process_memory_fraction(fraction, self._index)
+        self._own_fraction = self._module.get_per_process_memory_fraction(self._index)  # as it is told again, rounded
 
     def take_interval(self) -> Interval:
         return Interval(*self._watch.take_interval())
