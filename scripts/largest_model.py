@@ -35,6 +35,7 @@ VARIANTS = {
     "virtual optimizer": "--virtual-optimizer all",
     "all together": "--adaptive-memory-optimization --virtual-optimizer all --virtual-optimizer-master",
 }
+PLANNING = ("--smart-swap", "--adaptive-memory-optimization")
 COUNTED_STEPS = 20
 GUESSED_TRIALS = 8  # per variant, for the time left while nothing better is known
 OUT_OF_MEMORY = "out of memory"
@@ -106,9 +107,11 @@ class Search:
         for old in (measure, summary):
             old.unlink(missing_ok=True)
         flags = shlex.split(self.variants[variant])
-        command = ["bash", str(self.args.trainer), "--measure-file", str(measure), *flags]
+        command = ["bash", str(self.args.trainer), "--measure-file", str(measure), "--measure-no-hashes", *flags]
         if variant not in ("plain", "full recompute"):
             command += ["--swap-host-memory", str(self.args.host_gib), "--swap-report-dir", str(folder)]
+        if any(flag in PLANNING for flag in flags):  # the counted run of a size goes on with what its first trial found
+            command += ["--swap-plan-cache", str(self.args.out / "plans")]
         environment = dict(os.environ, LAYERS=str(layers), ITERS=str(steps))
         environment.update({name: str(value) for name, value in self.shape.items()})
         started = time.monotonic()
@@ -127,7 +130,8 @@ class Search:
         if code != 0:
             lines = (folder / "log.txt").read_text(errors="replace").split("\n")
             lines = [line.strip() for line in lines if line.strip()] or [""]
-            told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
+            telling = [[line for line in lines if sign in line.lower()] for sign in (OUT_OF_MEMORY, "error")] + [lines]
+            told = next(each for each in telling if each)[-1]
             return outcome(told[:200] or f"exit code {code}")
         run = json.loads(measure.read_text())
         losses = [step["loss"] for step in run["steps"]]
@@ -269,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=4, help="layers to begin with (default: %(default)s)")
     parser.add_argument("--most", type=int, default=256, help="layers never exceeded (default: %(default)s)")
     parser.add_argument("--at", type=int, metavar="LAYERS", help="no search: one counted run of this many layers")
-    parser.add_argument("--probe-steps", type=int, default=12, help="of a trial: enough for a search of plans to end")
+    parser.add_argument("--probe-steps", type=int, default=20, help="of a trial: enough for a search of plans to end")
     parser.add_argument("--trial-minutes", type=float, default=60.0, help="a trial that takes longer does not fit")
     parser.add_argument("--trainer", type=Path, default=HERE / "pretrain_gpt_gpu.sh", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

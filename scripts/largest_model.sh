@@ -11,4 +11,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHON=${PYTHON:-python3}
 export PYTHONPATH="$(dirname "$here")${PYTHONPATH:+:$PYTHONPATH}"
 export HIDDEN=${HIDDEN:-4096} FFN=${FFN:-11008} HEADS=${HEADS:-32} SEQ=${SEQ:-8192} MBS=${MBS:-1} GBS=${GBS:-16} VOCAB=${VOCAB:-32000}
+# torch's fused AdamW, as Transformer Engine and apex have: the temporaries of foreach would be what limits plain.
+export PROGRAM=${PROGRAM:-$here/bench/train_point.py}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # plain too
 exec "$PYTHON" "$here/largest_model.py" "$@"
