@@ -5,8 +5,8 @@
   scripts/docs.py --measure  # train on the simulated device first: docs/measured, docs/pictures; some minutes
 
 In a Markdown file, what stands between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is the result of BLOCKS[NAME].
-Whole files are in FILES. Figures in the text come from docs/measured, never from a keyboard. (gpu_predictions.json
-there has what scripts/bench/predictions.py found on a GPU.)
+Whole files are in FILES. Figures in the text come from docs/measured, never from a keyboard. (gpu_*.json are of runs
+on a GPU, as predictions.py, swap_one_activation.py and largest_model.sh wrote or printed them.)
 """
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -32,7 +33,8 @@ sys.path[:0] = [str(HERE), str(ROOT)]  # this checkout, whatever is installed
 
 from docs_api import api  # noqa: E402
 from docs_errors import error_texts  # noqa: E402
-from docs_pictures import architecture_picture, life_picture  # noqa: E402
+from docs_pictures import architecture_picture, life_picture, limits_picture  # noqa: E402
+from largest_model import VARIANTS, parameters, tflops  # noqa: E402
 
 DOCS, MEASURED, PICTURES = ROOT / "docs", ROOT / "docs" / "measured", ROOT / "docs" / "pictures"
 FIGURES = MEASURED / "simulated.json"
@@ -238,12 +240,13 @@ def gpu_predictions(language: int = 0) -> str:
         ("{card}，torch {torch}", "预算，占不加参数时峰值", "在第几步之前预测", "预测步时间", "实测", "差", "预测峰值",
          "实测峰值"),
     )[language]  # fmt: skip
-    data = json.loads((MEASURED / "gpu_predictions.json").read_text())
-    lines = _head((head[0].format(card=data["card"], torch=data["versions"]["torch"]), *head[1:]))
-    for row in data["rows"]:
+    runs = [json.loads((MEASURED / f"gpu_predictions_{name}.json").read_text()) for name in ("swap", "adaptive")]
+    about = runs[0]["machine"]["card"], runs[0]["versions"]["torch"]
+    assert all((run["machine"]["card"], run["versions"]["torch"]) == about for run in runs)
+    lines = _head((head[0].format(card=about[0], torch=about[1]), *head[1:]))
+    for row in (row for run in runs for row in run["rows"]):
         (told_ms, ms), (told_peak, peak) = row["step_ms"], row["peak_bytes"]
-        name = "--smart-swap" if row["feature"] == "smart-swap" else "--adaptive-memory-optimization"
-        lines.append(f"| `{name}` | {row['budget_share']:.2f} | {row['before_step']} | {told_ms:.1f} ms | "
+        lines.append(f"| `{row['flag']}` | {row['budget_share']:.2f} | {row['before_step']} | {told_ms:.1f} ms | "
                      f"{ms:.1f} ms | {ms / told_ms - 1:+.1%} | {_mib(told_peak)} | {_mib(peak)} |")  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -292,6 +295,54 @@ def caption(language: int = 0) -> str:
 def one_activation(name: str) -> str:
     run = _figures()["one_activation"][name]
     return f"```text\n{run['output']}\n(exit code {run['code']})\n```\n"
+
+
+def one_activation_on_gpu() -> str:
+    run = json.loads((MEASURED / "gpu_one_activation.json").read_text())
+    about = f"{run['card']}, torch {run['versions']['torch']}: {run['command']}"
+    return f"```text\n{about}\n\n{run['output']}\n(exit code {run['code']})\n```\n"
+
+
+def _limits() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Of scripts/largest_model.sh on a GPU: what it ran on, and each variant at its limit. Plain comes first."""
+    data = json.loads((MEASURED / "gpu_largest_model.json").read_text())
+    rows = [trial for trial in data["trials"] if trial["fits"]]
+    for row in rows:
+        trial = SimpleNamespace(**row)
+        row |= {"parameters": parameters(data["shape"], trial.layers), "tflops": tflops(data["shape"], trial)}
+        row["does_not_fit"] = [each["layers"] for each in data["trials"]
+                               if not each["fits"] and each["variant"] == trial.variant]  # fmt: skip
+    return data, rows
+
+
+def largest_model(language: int = 0) -> str:
+    head = (
+        ("{card}, torch {torch}", "layers", "tried without success", "parameters", "x plain", "step", "TFLOP/s",
+         "x plain", "peak", "host memory", "loss"),
+        ("{card}，torch {torch}", "层数", "试过而放不下", "参数量", "与不加参数之比", "步时间", "TFLOP/s",
+         "与不加参数之比", "峰值", "主机内存", "loss"),
+    )[language]  # fmt: skip
+    data, rows = _limits()
+    lines = _head((head[0].format(card=data["card"], torch=data["versions"]["torch"]), *head[1:]))
+    plain = rows[0]
+    for row in rows:
+        flags, (first, last) = VARIANTS[row["variant"]], row["losses"]
+        name = f"`{flags}`" if flags else _ROWS["plain"][language]
+        tried = ", ".join(map(str, row["does_not_fit"])) or "-"
+        cells = [name, row["layers"], tried, f"{row['parameters'] / 1e9:.3f} B",
+                 f"{row['parameters'] / plain['parameters']:.2f}", f"{row['step_seconds']:.2f} s",
+                 f"{row['tflops']:.1f}", f"{row['tflops'] / plain['tflops']:.2f}",
+                 f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['host_bytes'] / 2**30:.1f} GiB",
+                 f"{first:.3f} to {last:.3f}"]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def largest_model_picture() -> str:
+    data, rows = _limits()
+    bars = [(row["variant"], row["parameters"] / 1e9, f"{row['layers']} layers, {row['tflops']:.0f} TFLOP/s")
+            for row in rows]  # fmt: skip
+    return limits_picture(f"parameters of the largest model that trains on one {data['card']}, in billions", bars)
 
 
 def set_lines() -> str:
@@ -347,11 +398,15 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "one-activation": functools.partial(one_activation, "own streams"),
     "one-activation-same-stream": functools.partial(one_activation, "same stream"),
     "one-activation-late": functools.partial(one_activation, "late prefetch"),
+    "one-activation-gpu": one_activation_on_gpu,
+    "largest-model": largest_model,
+    "largest-model-zh": functools.partial(largest_model, 1),
     "set-lines": set_lines,
 }
 FILES: dict[Path, Callable[[], str]] = {
     PICTURES / "architecture.svg": architecture_picture,
     PICTURES / "life.svg": life_picture,
+    PICTURES / "largest_model.svg": largest_model_picture,
 }
 
 

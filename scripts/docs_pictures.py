@@ -83,3 +83,16 @@ def life_picture() -> str:
         _arrow(560, 66, 580, 198, "event: the block is free"), _arrow(680, 210, 710, 68, "event: is back"),
     ]  # fmt: skip
     return _svg(880, 370, boxes, rest)
+
+
+def limits_picture(title: str, bars: Sequence[tuple[str, float, str]]) -> str:
+    """``bars``: name, value, what is said beside it."""
+    left, longest, most = 130, 420, max(value for _, value, _ in bars)
+    rest = [f'<text x="20" y="28" font-weight="bold">{title}</text>']
+    for number, (name, value, text) in enumerate(bars):
+        y, width = 48 + 44 * number, round(longest * value / most)
+        rest.append(f'<rect x="{left}" y="{y}" width="{width}" height="28" fill="#2563eb"/>')
+        rest.append(f'<text x="20" y="{y + 19}">{name}</text>')
+        place = f'x="{left + width + 8}" y="{y + 19}"'
+        rest.append(f'<text {place} font-size="11" fill="{_FAINT}">{value:.2f}: {text}</text>')
+    return _svg(780, 60 + 44 * len(bars), [], rest)

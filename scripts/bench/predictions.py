@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from competitors.ours import FEATURES, planned  # noqa: E402
 from competitors.plain import points as plain_points  # noqa: E402
-from machine import describe  # noqa: E402
+from machine import describe, versions  # noqa: E402
 from points import PLAIN, Context, Point  # noqa: E402
 from promises import PREDICTED_PEAK, PREDICTED_PEAK_BYTES, PREDICTED_TIME  # noqa: E402
 from training import Job, Run  # noqa: E402
@@ -81,6 +81,21 @@ def compare(record: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def table(workload_name: str, features: str, machine: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was promised and what came of it, [promised, measured] each."""
+    rows = []
+    for record in records:
+        if record["ok"] and record["point"] != PLAIN and (found := compare(record)):
+            feature, _, share = record["point"].partition("@")
+            rows.append({
+                "flag": FEATURES[feature], "budget_share": float(share), "before_step": found["on disk before step"],
+                "step_ms": found["step_ms"][:2], "peak_bytes": found["peak_bytes"][:2],
+            })  # fmt: skip
+    command = f"scripts/bench/predictions.py --workload {workload_name} --features {features}"
+    about = {name: machine[name] for name in ("card", "driver", "link") if name in machine}
+    return {"command": command, "machine": about, "versions": versions(), "rows": rows}
+
+
 def line(name: str, record: dict[str, Any]) -> str:
     if not record["ok"]:
         return f"{name:<15} failed: {record['why']}"
@@ -111,10 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chosen, ends = workload(args.workload, args.device), time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    machine, records = describe(args.device)["id"], []
+    machine, records = describe(args.device), []
 
     def start(point: Point, kept: Kept | None = None) -> Run:
-        return Run(Job(chosen, point, kept.read if kept else read_predictions), args.device, machine)
+        return Run(Job(chosen, point, kept.read if kept else read_predictions), args.device, machine["id"])
 
     def finish(run: Run, prediction: dict[str, Any] | None = None) -> dict[str, Any]:
         """``prediction``: of the plan that it was given."""
@@ -124,7 +139,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if prediction:
             record["predictions"] = [{"before_step": 1, "prediction": prediction}]
         records.append(record)
-        (args.out / f"{args.device}-{args.workload}-{args.features}.json").write_text(json.dumps(records, indent=1))
+        name = f"{args.device}-{args.workload}-{args.features}"
+        (args.out / f"{name}.json").write_text(json.dumps(records, indent=1))
+        shown = table(args.workload, args.features, machine, records)
+        (args.out / f"{name}-table.json").write_text(json.dumps(shown, indent=1) + "\n")
         return record
 
     plain = finish(start(next(p for p in plain_points(Context(chosen, args.device, {})) if p.name == PLAIN)))

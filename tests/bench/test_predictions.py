@@ -25,4 +25,8 @@ def test_what_is_predicted_and_what_is_measured(tmp_path):
         peak = max(nbytes for phase, nbytes in peaks.items() if phase != "O")
         assert record["peak_bytes"]["forward_backward"] == pytest.approx(peak, rel=0.02)
         assert record["peak_bytes"]["forward_backward"] <= record["budget_bytes"]
+    rows = json.loads((tmp_path / "sim-A-swap-table.json").read_text())["rows"]
+    assert [(row["flag"], row["budget_share"], row["step_ms"][1]) for row in rows] == [
+        ("--smart-swap", 0.9, searched["step_ms"]), ("--smart-swap", 0.8, unseen["step_ms"]),
+    ]  # fmt: skip
     assert "nothing measured at it" in done.stdout and "of 2 within" in done.stdout
