@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads import COUNTED_STEPS, WARM_UP_STEPS, Workload
+from workloads import WARM_UP_STEPS, Workload
 
 PLAIN, FULL = "plain", "full"
 
@@ -21,10 +21,6 @@ class Point:
     budget_bytes: int | None = None
     warm_up_steps: int = WARM_UP_STEPS
     missing: str = ""  # what must be installed first: until then it is skipped, and has no result
-
-    @property
-    def steps(self) -> int:
-        return self.warm_up_steps + COUNTED_STEPS
 
 
 @dataclass(frozen=True)

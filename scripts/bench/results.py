@@ -13,7 +13,6 @@ from typing import Any
 
 from lower_bound import Inputs
 from points import FULL, PLAIN
-from workloads import COUNTED_STEPS
 
 VERSION = 1
 Record = Mapping[str, Any]
@@ -108,8 +107,8 @@ class Results:
 
 def settled(run: Record) -> bool:
     """True if no counted step was one of a search."""
-    swap = run.get("swap")
-    return not swap or swap["phase"] == "off" or (swap["phase"] == "Stable" and swap["stable_steps"] >= COUNTED_STEPS)
+    swap, counted = run.get("swap"), len(run["steps_ms"])
+    return not swap or swap["phase"] == "off" or (swap["phase"] == "Stable" and swap["stable_steps"] >= counted)
 
 
 def gain_over_full(results: Results, workload: str, point: str) -> float | None:

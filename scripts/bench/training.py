@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lower_bound import recompute_options
 from points import Point
-from workloads import COUNTED_STEPS, GPU, SIM, Workload
+from workloads import GPU, SIM, Workload
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
@@ -36,6 +36,10 @@ class Job(NamedTuple):
     def key(self) -> tuple[str, Point]:
         return self.workload.name, self.point
 
+    @property
+    def steps(self) -> int:
+        return self.point.warm_up_steps + self.workload.counted_steps
+
 
 class Run:
     """A job in processes of its own. They import what they need at once, and begin when ``finish`` opens the gate:
@@ -48,7 +52,7 @@ class Run:
         self._temporary = tempfile.TemporaryDirectory(prefix="bench-")
         self._folder = Path(self._temporary.name)
         flags = [*workload.flags, *point.flags]
-        settings = {**workload.settings, **point.settings, "NPROC": str(workload.ranks), "ITERS": str(point.steps)}
+        settings = {**workload.settings, **point.settings, "NPROC": str(workload.ranks), "ITERS": str(job.steps)}
         if point.plugin:
             settings |= {"BENCH_PLUGIN": point.plugin, "BENCH_PLUGIN_SETTING": point.plugin_setting}
         shown = [f"{name}={value}" for name, value in settings.items()]
@@ -63,7 +67,7 @@ class Run:
         command = ["bash", str(HERE.parent / SCRIPT[device]), *flags, "--measure-no-hashes"]
         command += ["--measure-file", f"{self._folder}/measured.{{rank}}.json"]
         # Where Megatron logs it waits for all of the device, copies included: not after each step.
-        command += ["--log-interval", str(point.steps)]
+        command += ["--log-interval", str(job.steps)]
         if point.group == "ours":
             command += ["--swap-report-dir", str(self._folder)]
         settings |= {"PROGRAM": str(HERE / "train_point.py"), "BENCH_GATE": str(self._gate)}
@@ -108,7 +112,7 @@ class Run:
             why = told.strip()[:300] or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
         ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
-        record = self._record | {"ok": True, "why": ""} | figures(ranks)
+        record = self._record | {"ok": True, "why": ""} | figures(ranks, self.job.workload.counted_steps)
         record |= _ours(self._folder, len(ranks), self.job.point)
         return record | self.job.inspect(self._folder) if self.job.inspect else record
 
@@ -129,9 +133,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the last COUNTED_STEPS steps of all ranks: the slowest rank's times, the largest memory."""
-    counted = [rank["steps"][-COUNTED_STEPS:] for rank in ranks]
+def figures(ranks: list[dict[str, Any]], counted_steps: int) -> dict[str, Any]:
+    """Of the last steps of all ranks, which count: the slowest rank's times, the largest memory."""
+    counted = [rank["steps"][-counted_steps:] for rank in ranks]
     steps_ms = [1000 * max(step["seconds"] for step in steps) for steps in zip(*counted, strict=True)]
     every = [step for steps in counted for step in steps]
 
@@ -144,7 +148,7 @@ def figures(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "steps_ms": [round(ms, 3) for ms in steps_ms],
         "uncounted_ms": [
             round(1000 * max(step["seconds"] for step in steps), 3)
-            for steps in zip(*(rank["steps"][:-COUNTED_STEPS] for rank in ranks), strict=True)
+            for steps in zip(*(rank["steps"][:-counted_steps] for rank in ranks), strict=True)
         ],
         "step_ms": statistics.median(steps_ms),
         "spread_ms": [quarters[0], quarters[2]],

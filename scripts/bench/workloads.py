@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 GPU, SIM = "gpu", "sim"
 COUNTED_STEPS = 10
+# Where a step is short: steps differ by more than a percent, and promises are of half of one.
+COUNTED_SHORT_STEPS = 30
 # Of what has no plan to search: first steps allocate, choose kernels and make the optimizer's state.
 WARM_UP_STEPS = 4
 # WarmUp (3) and at most 8 tries of SearchPolicy, each of two steps; Stable settles in one.
@@ -27,6 +29,7 @@ class Workload:
     # memory is most of the peak they lie close together: below the last, full recompute does not fit either.
     fractions: tuple[float, ...] = ()
     features: tuple[str, ...] = ("swap", "adaptive")  # of ours; "optimizer": the virtual optimizer
+    counted_steps: int = COUNTED_STEPS
 
 
 def _spaced(first: int, step: int) -> tuple[float, ...]:
@@ -42,7 +45,7 @@ _A, _B = {"LAYERS": "8", "SEQ": "8192"}, {"LAYERS": "4", "SEQ": "32768"}
 _TE = {"IMPL": "transformer_engine", "SDPA": "1"}  # its own fused attention needs a newer cuDNN than torch brings
 
 _GPU = (
-    Workload("A", "8 layers x 4096, 8192 tokens", _A, fractions=_spaced(98, 2)),
+    Workload("A", "8 layers x 4096, 8192 tokens", _A, fractions=_spaced(98, 2), counted_steps=COUNTED_SHORT_STEPS),
     Workload("B", "4 layers x 4096, 32768 tokens", _B, fractions=_spaced(96, 4)),
     Workload("C", "A with 4 microbatches", _A | {"GBS": "4"}, microbatches=4, features=("adaptive", "optimizer")),
     Workload("D", "A, TP 2", _A | {"TP": "2"}, ranks=2, fractions=_spaced(98, 2)),
@@ -53,8 +56,9 @@ _GPU = (
     Workload("E4", "32 layers, PP 4, 8 microbatches", _A | {"LAYERS": "32", "PP": "4", "GBS": "8"}, ranks=4,
              microbatches=8, features=("adaptive",)),
     Workload("F", "MoE: 4 layers, 8 experts of 2816, top 2, 8192 tokens", {"LAYERS": "4", "SEQ": "8192"},
-             (*_MOE, "--moe-ffn-hidden-size", "2816"), fractions=_spaced(98, 2)),
-    Workload("A_te", "A with Transformer Engine layers", _A | _TE, fractions=_spaced(98, 2)),
+             (*_MOE, "--moe-ffn-hidden-size", "2816"), fractions=_spaced(98, 2), counted_steps=COUNTED_SHORT_STEPS),
+    Workload("A_te", "A with Transformer Engine layers", _A | _TE, fractions=_spaced(98, 2),
+             counted_steps=COUNTED_SHORT_STEPS),
     Workload("B_te", "B with Transformer Engine layers", _B | _TE, fractions=_spaced(96, 4)),
 )  # fmt: skip
 

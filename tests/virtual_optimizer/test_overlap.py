@@ -228,6 +228,29 @@ def test_the_peak_does_not_rise(sim, slow_link):
     assert 0 < late <= STATE_BYTES  # what has left by then is not counted
 
 
+def test_memory_is_lower_by_what_moved_once_it_has_left(sim):
+    """At a step's end state is on its way out; when the next forward ends it is gone, to the byte."""
+    device.set_link(FAST, FAST)
+
+    def at_the_end_of_forward(overlaps):
+        gc.collect()
+        base = device.memory_allocated()
+        training = trained(sim, overlaps)
+        left_late = training.pipeline.late_bytes if overlaps else 0
+        with training.overlap.step(True) if overlaps else nullcontext():
+            for weight in training.weights:
+                weight.grad = None
+            with training.overlap.forward() if overlaps else nullcontext():
+                value = training.forward()
+            used = device.memory_allocated() - base
+            value.backward()
+        return used, left_late
+
+    used, left_late = at_the_end_of_forward(True)
+    assert left_late == STATE_BYTES
+    assert at_the_end_of_forward(None)[0] - used == STATE_BYTES
+
+
 def test_within_a_cap_where_nothing_else_would_fit(sim, slow_link):
     gc.collect()
     plain = trained(sim, False)
