@@ -157,10 +157,10 @@ class Runtime:
         except torch.OutOfMemoryError:
             say(self._why_out_of_memory(), every_rank=True)
             raise
-        stats, trace = self.manager.end_step()
         search = self.shapes.current
+        search.capacity_bytes = self._accelerator.memory().capacity_bytes  # the room may have been taken
         try:
-            changed = search.after_step(stats, trace)
+            changed = search.after_step(*self.manager.end_step())
         except NoPlan as error:
             raise SettingError(f"{self._options.policy.flag}: {error}; {_MORE_ROOM}") from None
         if changed:

@@ -7,10 +7,10 @@ an interval between two points has needed recently.
 
 Note: [Room for others]
 The driver loads kernels and NCCL builds communicators past the allocator, at their first use, and neither can ask for
-room. (A communicator takes 260 to 480 MiB on an H100, of one rank too, and Megatron's step has half a dozen.) A first
-step that is recorded fills the device, so it leaves some free, and what the allocator only caches when the optimizer's
-turn comes; once it is over most of them are there. If nothing is left to evict the allocator gets that room too: then
-it is as without us.
+room. (A communicator takes 260 to 480 MiB on an H100, of one rank too, and Megatron's step has half a dozen.) The first
+step is recorded and fills the device. So it leaves some free, which is for what forward and backward need, and gives
+back what the allocator only caches when the optimizer's turn comes. If nothing is left to evict the allocator gets the
+room too: then it is as without us. Later steps count what the others have by then, and leave less.
 """
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ class OomGuard:
         self._accelerator = manager.accelerator
         self._recent_bytes = 0
         self._age = 0
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        self._rooms = [ROOM_BYTES, FIRST_ROOM_ALONE_BYTES if alone else FIRST_ROOM_BYTES]  # of the steps to come
         self._before_bytes = self._accelerator.memory().allocated_bytes
         self.ahead = not (hook and self._accelerator.on_pressure(self._on_pressure))
         if self.ahead:
             manager.on_interval = self._evict_ahead
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        # Of the steps to come. Without the hook nobody could take it when it is needed.
+        self._rooms = [0 if self.ahead else ROOM_BYTES, FIRST_ROOM_ALONE_BYTES if alone else FIRST_ROOM_BYTES]
 
     def begin_step(self) -> int:
         """Returns how much of the device the step may use, in bytes."""

@@ -340,8 +340,7 @@ class SwapManager:
     # ---- the end of a saved tensor
     def _drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
-        freed = 0
-        dead = self.live.dead
+        freed, dead = 0, self.live.dead
         with self._lock:
             while dead:
                 saved = dead.popleft()
@@ -381,8 +380,9 @@ class SwapManager:
 
     @property
     def may_evict(self) -> bool:
-        """Allocations of this thread are worth it."""
-        return not getattr(self._thread, "may_not_evict", False)
+        """Allocations of this thread are worth it. (Not a finaliser's, inside a move.)"""
+        inside = self._lock._is_owned()  # type: ignore[attr-defined]
+        return not (inside or getattr(self._thread, "may_not_evict", False))
 
     @contextmanager
     def without_evicting(self) -> Iterator[None]:

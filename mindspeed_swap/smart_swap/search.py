@@ -152,7 +152,7 @@ class SmartSwap:
     _read_order: Mapping[Key, int] = field(default_factory=dict)
     _extra_bytes: int = 0  # below the target: learned from tries
     _learned_reserve_bytes: int | None = None  # what AUTO leaves free, once a try has shown how exact predictions are
-    _excess: float = 0.0  # of the step without swap above the target, on the rank that has most
+    _peer_lacks_more: float = 0.0  # than we do: bytes of the step without swap above the target
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _saved: int = 0  # tensors, in the step that the plan was made from
     _bad_steps: int = 0
@@ -213,10 +213,11 @@ class SmartSwap:
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
-        facts = self._agree(unready, 0, self.peak_bytes - soft, self.peak_bytes, trace.step_ms)
+        own = self.peak_bytes - soft
+        facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
         if facts.unready:
             return False
-        self._afresh, self._extra_bytes, self._excess = False, 0, facts.over
+        self._afresh, self._extra_bytes, self._peer_lacks_more = False, 0, max(0.0, facts.over - own)
         self._learned_reserve_bytes = None
         self.floor = floor(trace, self.policy.verbs)
         candidates = [record.nbytes for record in trace.saved if is_candidate(record)]
@@ -242,7 +243,7 @@ class SmartSwap:
         """Raises NoPlan. Where peers are together, the leader plans for the one that lacks most."""
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
-        shift = int(min(0.0, (self.peak_bytes - soft) - self._excess)) if facts.together else 0
+        shift = -int(self._peer_lacks_more) if facts.together else 0
         if self._learned_reserve_bytes is not None:
             soft = hard - self._learned_reserve_bytes
         spread = max(self._saved_bytes) - min(self._saved_bytes)
@@ -372,7 +373,9 @@ class SmartSwap:
             self._saved = stats.saved  # a loaded plan does not know
         other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
-        self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
+        # Not the first step, of a plan that was loaded: it leaves room to others, see oom_guard.py.
+        bad = self.steps > 1 and (facts.trouble > self._accepted_trouble or facts.unready)
+        self._bad_steps = self._bad_steps + 1 if bad else 0
         if self._bad_steps < DRIFT_STEPS:
             return False
         self._bad_steps, self._afresh = 0, True

@@ -158,7 +158,7 @@ def test_a_prefetch_does_not_push_others_out(sim):
 
 
 @pytest.mark.parametrize(("world", "first"), [("1", 2.0), ("8", 2.5)])
-def test_the_first_step_leaves_more_room_to_others(sim, monkeypatch, world, first):
+def test_the_first_step_leaves_room_to_others(sim, monkeypatch, world, first):
     """40 GiB: a sixteenth of it is 2.5 GiB."""
     left = []
     monkeypatch.setenv("WORLD_SIZE", world)

@@ -98,6 +98,17 @@ def test_capacity_is_enforced(accelerator):
     assert accelerator.memory().capacity_bytes < CAPACITY or FAKE
 
 
+@pytest.mark.skipif(not HOOK_OFF, reason="with the hook it is refused, see test_oom_guard.py")
+def test_without_the_hook_room_is_not_counted_and_never_refused(monkeypatch):
+    with small_device(torch.cuda.mem_get_info()[1]) as device:
+        usable = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+        device.leave_room(UNIT)
+        assert device.memory().capacity_bytes == usable - UNIT and not device.take_room()
+        assert len(device.empty(usable - UNIT // 2)) == usable - UNIT // 2
+        device.leave_room(0)
+        assert device.memory().capacity_bytes == usable
+
+
 @pytest.mark.parametrize("text", ["2048TiB", "-1", "many"])
 def test_impossible_capacity_is_an_error(text, monkeypatch):
     monkeypatch.setenv(CAPACITY_VARIABLE, text)

@@ -59,41 +59,66 @@ ROOM = 64 * MIB
 
 @pytest.fixture
 def whole_device(monkeypatch):
-    monkeypatch.delenv(CAPACITY_VARIABLE, raising=False)
     with small_device(torch.cuda.mem_get_info()[1]) as device:
         yield device
 
 
+def _usable():
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+
 def test_room_is_left_for_others_until_nothing_can_be_evicted(whole_device):
-    reserved = torch.cuda.memory_reserved()
-    usable = torch.cuda.mem_get_info()[0] + reserved
+    usable = _usable()
     whole_device.leave_room(2 * ROOM)
     whole_device.leave_room(ROOM)  # it was ours to change
-    assert abs(whole_device.memory().capacity_bytes - (usable - ROOM)) <= 1
+    assert whole_device.memory().capacity_bytes <= usable - ROOM
+    assert usable - ROOM - whole_device.memory().capacity_bytes <= 1
+    most = torch.empty(usable - 2 * ROOM, dtype=torch.uint8, device="cuda")
     whole_device.on_pressure(lambda nbytes, attempt: False)
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(usable - ROOM // 2, dtype=torch.uint8, device="cuda")
-    assert torch.cuda.mem_get_info()[0] >= ROOM
+        torch.empty(3 * ROOM // 2, dtype=torch.uint8, device="cuda")
     asked = []
     whole_device.on_pressure(lambda nbytes, attempt: asked.append(whole_device.take_room()) or asked[-1])
-    kept = torch.empty(usable - ROOM // 2, dtype=torch.uint8, device="cuda")
-    assert asked == [True] and len(kept) == usable - ROOM // 2
-    del kept
+    kept = torch.empty(3 * ROOM // 2, dtype=torch.uint8, device="cuda")
+    assert asked == [True] and len(kept) == 3 * ROOM // 2
+    assert abs(whole_device.memory().capacity_bytes - usable) <= 1
     with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(usable + ROOM, dtype=torch.uint8, device="cuda")
+        torch.empty(2 * ROOM, dtype=torch.uint8, device="cuda")
     assert asked == [True, False], "it is taken once"
+    del most, kept
+
+
+def test_later_only_what_others_have_is_not_counted(whole_device):
+    usable = _usable()
     whole_device.leave_room(ROOM)
-    assert whole_device.memory().capacity_bytes == torch.cuda.mem_get_info()[1], "who needs it all is left in peace"
+    whole_device.leave_room(0)
+    assert whole_device.memory().capacity_bytes == usable and not whole_device.take_room()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 def test_no_room_is_left_of_what_the_user_has_capped(accelerator):
     accelerator.leave_room(ROOM)
     assert abs(accelerator.memory().capacity_bytes - CAPACITY) <= 1 and not accelerator.take_room()
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    accelerator.leave_room(ROOM)
-    torch.cuda.set_per_process_memory_fraction(0.5)  # after us
-    accelerator.leave_room(2 * ROOM)
-    assert abs(torch.cuda.get_per_process_memory_fraction() - 0.5) < 1e-6
+
+
+@pytest.mark.parametrize("then", ["take", "leave"])
+def test_a_cap_that_the_user_sets_after_us_stays(whole_device, then):
+    whole_device.leave_room(ROOM)
+    torch.cuda.set_per_process_memory_fraction(0.5)
+    if then == "take":
+        assert not whole_device.take_room()
+    else:
+        whole_device.leave_room(0)
+        total = torch.cuda.mem_get_info()[1]
+        assert abs(whole_device.memory().capacity_bytes - total // 2) <= 1
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_the_cap_ends_with_us(whole_device):
+    whole_device.leave_room(ROOM)
+    assert torch.cuda.get_per_process_memory_fraction() < 1
+    whole_device.close()
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
 def test_handler_hears_size_and_attempt(accelerator):

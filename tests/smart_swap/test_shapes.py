@@ -251,3 +251,39 @@ def test_a_host_far_ahead_of_the_device_does_not_count_as_late(train, monkeypatc
     monkeypatch.setattr(accelerator, "elapsed_ms", lambda start, end: 5.0)
     ours.step(2048)
     assert ours.runtime.manager.stats.late_loads > 0
+
+
+def test_the_first_step_of_a_run_leaves_room_and_gives_the_cache_back(train, monkeypatch):
+    """The simulated device has nobody to leave it to: what it is asked for, and when."""
+    run, asked = train(Policy()), []
+    accelerator = run.runtime._accelerator
+    monkeypatch.setattr(accelerator, "leave_room", lambda nbytes: asked.append((run.search.steps, nbytes > 0)))
+    monkeypatch.setattr(accelerator, "empty_cache", lambda: asked.append((run.search.steps, "cache")))
+    for _ in range(3):
+        run.step(2048)
+    assert asked == [(0, True), (0, "cache"), (1, True)]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1])
+def test_a_step_that_could_not_do_without_the_room_is_planned_with_it(train, monkeypatch, share):
+    """What cannot move needs a part of the room that the second step leaves: it takes it, and so does the plan."""
+    probe = train(Policy())
+    before = device.memory_allocated()
+    for _ in range(3):
+        probe.step(4096)
+    floor, span = probe.search.floor.reachable_bytes, probe.search.peak_bytes - probe.search.floor.reachable_bytes
+    probe.runtime._guard.close()
+    run = train(Policy())
+    cap = floor + device.memory_allocated() - before + int(share * span)
+    accelerator, room, taken = run.runtime._accelerator, [0, int(0.3 * span)], []
+
+    def take_room() -> bool:
+        taken.append(run.search.steps)
+        device.set_capacity(cap)
+        return len(taken) == 1
+
+    monkeypatch.setattr(accelerator, "leave_room", lambda nbytes: device.set_capacity(cap - room.pop(0)))
+    monkeypatch.setattr(accelerator, "take_room", take_room)
+    for _ in range(6):
+        run.step(4096)
+    assert taken[0] == 1 and run.search.target_bytes > cap - int(0.3 * span)

@@ -25,7 +25,7 @@ class DeviceMemory:
 
     allocated_bytes: int
     reserved_bytes: int
-    capacity_bytes: int  # what this process may use: the device, or MINDSPEED_SWAP_DEVICE_CAPACITY if that is less
+    capacity_bytes: int  # what the allocator may use: the device without what others have of it, or less if capped
 
     @property
     def left_bytes(self) -> int:
@@ -97,11 +97,11 @@ class Accelerator(ABC):
         """
 
     def leave_room(self, nbytes: int) -> None:
-        """From now on the allocator keeps to what nobody else has taken of the device, less ``nbytes``. Where the user
-        has capped it, nothing changes."""
+        """What others have taken of the device by now no longer counts as this process's. Of the rest the allocator
+        leaves ``nbytes`` free, until this is called again. Where the user has capped it, nothing changes."""
 
     def take_room(self) -> bool:
-        """What ``leave_room`` has left is for the allocator after all. False: nothing was left."""
+        """What ``leave_room`` has the allocator leave is for it after all. False: nothing was left."""
         return False
 
     def empty_cache(self) -> None:

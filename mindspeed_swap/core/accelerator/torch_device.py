@@ -53,9 +53,9 @@ class TorchAccelerator(Accelerator):
         self._index: int = module.current_device()
         self._device = torch.device(self.name, self._index)
         self._total_bytes = cap_memory(module, self._index)
-        self._usable_bytes = self._total_bytes  # less the room that is left
+        self._usable_bytes = self._total_bytes  # less what others have, and what is left to them:
+        self._left_bytes = 0
         self._own_fraction: float | None = None  # what leave_room has set
-        self._room_taken = False
         self._streams: dict[tuple[int, int, int], Any] = {}
         self._watch, self._hooked = watch_allocator(module, str(self._device), self._index, build_guard)
         atexit.register(self.close)  # no handler may be called, nor keep tensors alive, while Python goes away
@@ -76,28 +76,31 @@ class TorchAccelerator(Accelerator):
         return DeviceMemory(allocated, reserved, min(self._usable_bytes, round(fraction * self._total_bytes)))
 
     def leave_room(self, nbytes: int) -> None:
-        set_by = self._module.get_per_process_memory_fraction(self._index)
-        if self._room_taken or (set_by < 1 and set_by != self._own_fraction):
+        ours, fraction = self._own_fraction, self._module.get_per_process_memory_fraction(self._index)
+        self._own_fraction, self._usable_bytes = None, self._total_bytes
+        if fraction < 1 and fraction != ours:
             return
         free_bytes, total_bytes = self._module.mem_get_info(self._index)
-        self._usable_bytes = max(0, free_bytes + self._watch.memory(self._index)[1] - nbytes)
-        if self._hooked:  # else nothing would make room for what is refused here
-            self._set_fraction(self._usable_bytes / total_bytes)
+        usable_bytes = free_bytes + self._watch.memory(self._index)[1]
+        self._left_bytes = min(nbytes, usable_bytes)
+        self._usable_bytes = usable_bytes - self._left_bytes
+        enforced = nbytes > 0 and self._hooked  # else nothing would make room for what is refused
+        if enforced or ours is not None:
+            share = self._usable_bytes / total_bytes if enforced else 1.0
+            self._module.set_per_process_memory_fraction(share, self._index)
+        if enforced:  # as it is told again, rounded
+            self._own_fraction = self._module.get_per_process_memory_fraction(self._index)
 
     def take_room(self) -> bool:
-        if self._own_fraction is None:
+        ours, self._own_fraction = self._own_fraction, None
+        if ours is None or ours != self._module.get_per_process_memory_fraction(self._index):
             return False
-        self._room_taken, self._usable_bytes = True, self._total_bytes
-        self._set_fraction(1.0)
-        self._own_fraction = None
+        self._usable_bytes += self._left_bytes
+        self._module.set_per_process_memory_fraction(1.0, self._index)
         return True
 
     def empty_cache(self) -> None:
         self._module.empty_cache()
-
-    def _set_fraction(self, fraction: float) -> None:
-        self._module.set_per_process_memory_fraction(fraction, self._index)
-        self._own_fraction = self._module.get_per_process_memory_fraction(self._index)  # as it is told again, rounded
 
     def take_interval(self) -> Interval:
         return Interval(*self._watch.take_interval())
@@ -177,5 +180,6 @@ class TorchAccelerator(Accelerator):
     def close(self) -> None:
         """Removes the allocator hook. Streams and the capacity stay: both are torch's, for the process."""
         atexit.unregister(self.close)
+        self.take_room()
         self._watch.uninstall()
         self._hooked = False
