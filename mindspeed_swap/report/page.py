@@ -17,10 +17,10 @@ Draw = Callable[[str], Any]
 
 def page(files: RunFiles) -> str:
     first = files.ranks[0].summary
-    world = first["world_size"]
+    world, feature = first["world_size"], first.get("feature") or "plans"
     parts = [
         f"<h1>Memory of a training step</h1><p class=soft>run <code>{escape(files.run_id)}</code> · {world} "
-        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · SmartSwap: {escape(first['phase'])} after "
+        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · {escape(feature)}: {escape(first['phase'])} after "
         f"{first['steps']} steps</p>",
         *(_note(problem) for problem in files.problems),
     ]

@@ -8,7 +8,8 @@ run_id             the same on all ranks of a run; files with different ones are
 rank, world_size   which of how many
 versions           of mindspeed_swap, torch, python and megatron-core
 device, layout     kind of device; the arguments that decide what a step saves
-phase, steps       WarmUp, SearchPolicy or Stable (off: without --smart-swap); training steps so far
+feature            that makes the plans: smart-swap, adaptive memory or swap-config; null: none
+phase, steps       WarmUp, SearchPolicy or Stable (off: no feature makes plans); training steps so far
 capacity_bytes     what this process may use of the device
 target_bytes       peak that plans must stay under
 peak_bytes         predicted peak of a step that swaps nothing
@@ -77,7 +78,7 @@ def summarize(
         "versions": _versions(),
         "device": device,
         "layout": dict(layout),
-        **(_smart_swap(search) if search else {**_smart_swap(SmartSwap(0)), "phase": "off"}),
+        **(_smart_swap(search) if search else {**_smart_swap(SmartSwap(0)), "feature": None, "phase": "off"}),
         "swap_config": search.summary() if isinstance(search, Listed) else None,
         "virtual_optimizer": dict(virtual_optimizer) if virtual_optimizer else None,
         "host": {
@@ -91,6 +92,7 @@ def summarize(
 def _smart_swap(search: SmartSwap) -> dict[str, Any]:
     plan = search.plan
     return {
+        "feature": search.policy.feature,
         "phase": search.phase.value,
         "steps": search.steps,
         "capacity_bytes": search.capacity_bytes,

@@ -83,6 +83,18 @@ def test_without_a_recorded_step(write_run, matplotlib, phase):
     assert "<td>moved_bytes</td><td>3.0 MiB</td>" in page
 
 
+@pytest.mark.parametrize(("feature", "shown"), [
+    ("smart-swap", "smart-swap: Stable"), ("adaptive memory", "adaptive memory: Stable"), (None, "plans: Stable"),
+])  # fmt: skip
+def test_whose_plans_they_are_is_said(write_run, matplotlib, feature, shown):
+    def change(name, data):
+        if name == "summary.json":
+            assert data["feature"] == "smart-swap"
+            data["feature"] = feature
+
+    assert f" · {shown} after " in make(write_run(change=change))[1]
+
+
 def test_another_place(write_run, matplotlib, tmp_path):
     out = tmp_path / "else" / "where.html"
     assert make(write_run(), "--out", str(out))[0] == 0
