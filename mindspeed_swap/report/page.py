@@ -20,8 +20,8 @@ def page(files: RunFiles) -> str:
     world, feature = first["world_size"], first.get("feature") or "plans"
     parts = [
         f"<h1>Memory of a training step</h1><p class=soft>run <code>{escape(files.run_id)}</code> · {world} "
-        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · {escape(feature)}: {escape(first['phase'])} after "
-        f"{first['steps']} steps</p>",
+        f"rank{'s' if world > 1 else ''} on {escape(first['device'])} · {escape(feature)}: {escape(first['phase'])} "
+        f"after {first['steps']} steps</p>",
         *(_note(problem) for problem in files.problems),
     ]
     if len(files.ranks) > 1:
