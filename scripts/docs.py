@@ -338,6 +338,24 @@ def largest_model(language: int = 0) -> str:
     return "\n".join(lines) + "\n"
 
 
+def largest_model_sentence(language: int = 0) -> str:
+    """Of the READMEs."""
+    data, (plain, *_, all_together) = _limits()
+    text = (
+        "On one {card}: without a flag the largest Llama-shaped model of hidden 4096 that trains on sequences of "
+        "{tokens} tokens has {plain[layers]} layers ({few:.1f} B parameters); with `{flags}` {all[layers]} layers "
+        "train ({many:.1f} B) at {speed:.0%} of its TFLOP/s.\n",
+        "在一块 {card} 上：不加参数，hidden 4096、序列 {tokens} token 的 Llama 结构模型"
+        "最多能训练 {plain[layers]} 层（{few:.1f} B 参数）；"
+        "加 `{flags}` 可训练 {all[layers]} 层（{many:.1f} B），TFLOP/s 为前者的 {speed:.0%}。\n",
+    )[language]  # fmt: skip
+    return text.format(
+        card=data["card"], tokens=data["shape"]["SEQ"], plain=plain, all=all_together,
+        flags=VARIANTS[all_together["variant"]], few=plain["parameters"] / 1e9, many=all_together["parameters"] / 1e9,
+        speed=all_together["tflops"] / plain["tflops"],
+    )  # fmt: skip
+
+
 def largest_model_picture() -> str:
     data, rows = _limits()
     bars = [(row["variant"], row["parameters"] / 1e9, f"{row['layers']} layers, {row['tflops']:.0f} TFLOP/s")
@@ -400,6 +418,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "one-activation-late": functools.partial(one_activation, "late prefetch"),
     "one-activation-gpu": one_activation_on_gpu,
     "largest-model": largest_model,
+    "largest-model-sentence": largest_model_sentence,
+    "largest-model-sentence-zh": functools.partial(largest_model_sentence, 1),
     "largest-model-zh": functools.partial(largest_model, 1),
     "set-lines": set_lines,
 }
