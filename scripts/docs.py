@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -33,10 +32,20 @@ sys.path[:0] = [str(HERE), str(ROOT)]  # this checkout, whatever is installed
 
 from docs_api import api  # noqa: E402
 from docs_errors import error_texts  # noqa: E402
-from docs_pictures import architecture_picture, life_picture, limits_picture  # noqa: E402
-from largest_model import VARIANTS, parameters, tflops  # noqa: E402
+from docs_gpu import (  # noqa: E402
+    MEASURED,
+    NO_FLAG,
+    gpu_predictions,
+    head_of,
+    largest_model,
+    largest_model_picture,
+    largest_model_sentence,
+    mib,
+    one_activation_on_gpu,
+)
+from docs_pictures import architecture_picture, life_picture  # noqa: E402
 
-DOCS, MEASURED, PICTURES = ROOT / "docs", ROOT / "docs" / "measured", ROOT / "docs" / "pictures"
+DOCS, PICTURES = ROOT / "docs", ROOT / "docs" / "pictures"
 FIGURES = MEASURED / "simulated.json"
 _BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # The model of the measured runs: 8 layers; everything else as scripts/pretrain_gpt_sim.sh has it.
@@ -166,17 +175,8 @@ def _figures() -> dict[str, Any]:
     return dict(json.loads(FIGURES.read_text()))
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
-def _head(names: Sequence[str]) -> list[str]:
-    """Of a table."""
-    return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-
-
 _ROWS = {
-    "plain": ("no flag", "不加参数"),
+    "plain": NO_FLAG,
     "capped": ("no flag, capped", "不加参数，限制显存"),
     "smart-swap": ("`--smart-swap`, capped", "`--smart-swap`，限制显存"),
     "adaptive": ("`--adaptive-memory-optimization`, capped", "`--adaptive-memory-optimization`，限制显存"),
@@ -196,16 +196,16 @@ _WORDS = (
 def results(language: int = 0) -> str:
     figures = _figures()
     words, runs = _WORDS[language], figures["runs"]
-    lines = _head(_HEAD[language])
+    lines = head_of(_HEAD[language])
     for name, titles in _ROWS.items():
         run = runs[name]
-        cap = _mib(run["cap"]) if run["cap"] else words["none"]
+        cap = mib(run["cap"]) if run["cap"] else words["none"]
         if run["code"]:
             cells = [titles[language], cap, "-", "-", "-", "-", f"`{run['last_line'].partition(';')[0]}`"]
         else:
             same = _same_bits(run, runs)
-            cells = [titles[language], cap, _mib(run["peak_bytes"]), _mib(run["static_bytes"]),
-                     _mib(run["held_bytes"]), words[same] if same is not None else "-", words["trained"]]  # fmt: skip
+            cells = [titles[language], cap, mib(run["peak_bytes"]), mib(run["static_bytes"]),
+                     mib(run["held_bytes"]), words[same] if same is not None else "-", words["trained"]]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -220,34 +220,16 @@ def predictions(language: int = 0) -> str:
         ("run", "tries", "predicted peak", "measured", "difference", "moved a step", "late", "on demand", "evicted"),
         ("运行", "尝试次数", "预测峰值", "实测峰值", "差", "每步搬移", "来迟", "按需加载", "驱逐"),
     )[language]
-    lines = _head(head)
+    lines = head_of(head)
     for name in ("smart-swap", "adaptive"):
         summary = _figures()["runs"][name]["summary"]
         step, stable = summary["step"], summary["stable"]
         peaks = [phase["peak_allocated_bytes"] for phase in step["phases"].values()]
         predicted_peak, measured = (max(peak[which] for peak in peaks) for which in ("predicted", "measured"))
-        cells = [_ROWS[name][language], len(summary["tries"]), _mib(predicted_peak), _mib(measured),
-                 f"{measured / predicted_peak - 1:+.2%}", _mib(summary["plan"]["swap_bytes"]),
+        cells = [_ROWS[name][language], len(summary["tries"]), mib(predicted_peak), mib(measured),
+                 f"{measured / predicted_peak - 1:+.2%}", mib(summary["plan"]["swap_bytes"]),
                  stable["late_loads"], stable["on_demand_loads"], stable["evictions"]]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def gpu_predictions(language: int = 0) -> str:
-    head = (
-        ("{card}, torch {torch}", "budget, of the peak without a flag", "predicted before step", "step time predicted",
-         "measured", "difference", "peak predicted", "measured"),
-        ("{card}，torch {torch}", "预算，占不加参数时峰值", "在第几步之前预测", "预测步时间", "实测", "差", "预测峰值",
-         "实测峰值"),
-    )[language]  # fmt: skip
-    runs = [json.loads((MEASURED / f"gpu_predictions_{name}.json").read_text()) for name in ("swap", "adaptive")]
-    about = runs[0]["machine"]["card"], runs[0]["versions"]["torch"]
-    assert all((run["machine"]["card"], run["versions"]["torch"]) == about for run in runs)
-    lines = _head((head[0].format(card=about[0], torch=about[1]), *head[1:]))
-    for row in (row for run in runs for row in run["rows"]):
-        (told_ms, ms), (told_peak, peak) = row["step_ms"], row["peak_bytes"]
-        lines.append(f"| `{row['flag']}` | {row['budget_share']:.2f} | {row['before_step']} | {told_ms:.1f} ms | "
-                     f"{ms:.1f} ms | {ms / told_ms - 1:+.1%} | {_mib(told_peak)} | {_mib(peak)} |")  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -262,8 +244,8 @@ def lane_figures(language: int = 0) -> str:
     """What the step of the picture says of itself."""
     step = _figures()["runs"]["smart-swap"]["summary"]["step"]
     rows = (
-        (("bytes out", "搬出字节"), _mib(step["bytes_out"])),
-        (("bytes in", "搬回字节"), _mib(step["bytes_in"])),
+        (("bytes out", "搬出字节"), mib(step["bytes_out"])),
+        (("bytes in", "搬回字节"), mib(step["bytes_in"])),
         (("copies out took", "搬出耗时"), f"{step['copy_ms']['out']:.1f} ms"),
         (("copies in took", "搬回耗时"), f"{step['copy_ms']['in']:.1f} ms"),
         (("compute waited for copies", "计算等待拷贝"), f"{step['stall_ms']['measured']:.1f} ms"),
@@ -287,80 +269,14 @@ def caption(language: int = 0) -> str:
         "同样上限下加 `--smart-swap`，该步用 {peak}，来回各搬 {moved}，结果逐比特相同。\n",
     )[language]
     return text.format(
-        layers=figures["shape"]["LAYERS"], plain=_mib(plain["peak_bytes"]), cap=_mib(figures["cap_bytes"]),
-        peak=_mib(peak), moved=_mib(swapped["summary"]["plan"]["swap_bytes"]),
+        layers=figures["shape"]["LAYERS"], plain=mib(plain["peak_bytes"]), cap=mib(figures["cap_bytes"]),
+        peak=mib(peak), moved=mib(swapped["summary"]["plan"]["swap_bytes"]),
     )  # fmt: skip
 
 
 def one_activation(name: str) -> str:
     run = _figures()["one_activation"][name]
     return f"```text\n{run['output']}\n(exit code {run['code']})\n```\n"
-
-
-def one_activation_on_gpu() -> str:
-    run = json.loads((MEASURED / "gpu_one_activation.json").read_text())
-    about = f"{run['card']}, torch {run['versions']['torch']}: {run['command']}"
-    return f"```text\n{about}\n\n{run['output']}\n(exit code {run['code']})\n```\n"
-
-
-def _limits() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Of scripts/largest_model.sh on a GPU: what it ran on, and each variant at its limit. Plain comes first."""
-    data = json.loads((MEASURED / "gpu_largest_model.json").read_text())
-    rows = [trial for trial in data["trials"] if trial["fits"]]
-    for row in rows:
-        trial = SimpleNamespace(**row)
-        row |= {"parameters": parameters(data["shape"], trial.layers), "tflops": tflops(data["shape"], trial)}
-        row["does_not_fit"] = [each["layers"] for each in data["trials"]
-                               if not each["fits"] and each["variant"] == trial.variant]  # fmt: skip
-    return data, rows
-
-
-def largest_model(language: int = 0) -> str:
-    head = (
-        ("{card}, torch {torch}", "layers", "tried without success", "parameters", "x plain", "step", "TFLOP/s",
-         "x plain", "peak", "host memory", "loss"),
-        ("{card}，torch {torch}", "层数", "试过而放不下", "参数量", "与不加参数之比", "步时间", "TFLOP/s",
-         "与不加参数之比", "峰值", "主机内存", "loss"),
-    )[language]  # fmt: skip
-    data, rows = _limits()
-    lines = _head((head[0].format(card=data["card"], torch=data["versions"]["torch"]), *head[1:]))
-    plain = rows[0]
-    for row in rows:
-        flags, (first, last) = VARIANTS[row["variant"]], row["losses"]
-        name = f"`{flags}`" if flags else _ROWS["plain"][language]
-        tried = ", ".join(map(str, row["does_not_fit"])) or "-"
-        cells = [name, row["layers"], tried, f"{row['parameters'] / 1e9:.3f} B",
-                 f"{row['parameters'] / plain['parameters']:.2f}", f"{row['step_seconds']:.2f} s",
-                 f"{row['tflops']:.1f}", f"{row['tflops'] / plain['tflops']:.2f}",
-                 f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['host_bytes'] / 2**30:.1f} GiB",
-                 f"{first:.3f} to {last:.3f}"]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def largest_model_sentence(language: int = 0) -> str:
-    """Of the READMEs."""
-    data, (plain, *_, all_together) = _limits()
-    text = (
-        "On one {card}: without a flag the largest Llama-shaped model of hidden 4096 that trains on sequences of "
-        "{tokens} tokens has {plain[layers]} layers ({few:.1f} B parameters); with `{flags}` {all[layers]} layers "
-        "train ({many:.1f} B) at {speed:.0%} of its TFLOP/s.\n",
-        "在一块 {card} 上：不加参数，hidden 4096、序列 {tokens} token 的 Llama 结构模型"
-        "最多能训练 {plain[layers]} 层（{few:.1f} B 参数）；"
-        "加 `{flags}` 可训练 {all[layers]} 层（{many:.1f} B），TFLOP/s 为前者的 {speed:.0%}。\n",
-    )[language]  # fmt: skip
-    return text.format(
-        card=data["card"], tokens=data["shape"]["SEQ"], plain=plain, all=all_together,
-        flags=VARIANTS[all_together["variant"]], few=plain["parameters"] / 1e9, many=all_together["parameters"] / 1e9,
-        speed=all_together["tflops"] / plain["tflops"],
-    )  # fmt: skip
-
-
-def largest_model_picture() -> str:
-    data, rows = _limits()
-    bars = [(row["variant"], row["parameters"] / 1e9, f"{row['layers']} layers, {row['tflops']:.0f} TFLOP/s")
-            for row in rows]  # fmt: skip
-    return limits_picture(f"parameters of the largest model that trains on one {data['card']}, in billions", bars)
 
 
 def set_lines() -> str:
