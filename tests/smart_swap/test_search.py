@@ -7,7 +7,7 @@ from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.smart_swap.policy import MAX_TRIES
+from mindspeed_swap.smart_swap.policy import MAX_TRIES, Policy
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 
 SHAPE = Shape(layers=4)
@@ -168,3 +168,15 @@ def test_steps_that_save_more_and_less_leave_room_for_the_most():
     assert search.phase is Phase.SEARCH
     assert search.target_bytes == tight(trace) - spread
     assert max(search.plan.prediction.peak_bytes.values()) <= tight(trace) - spread
+
+
+def test_capacity_that_grows_after_the_first_plan_is_used():
+    """As after a first step that left room to others, of a run that goes on with optimizer state."""
+    trace = megatron_trace(SHAPE)
+    search = SmartSwap(int(0.8 * peak(trace)), Policy(warmup_step=1))
+    search.after_step(StepStats(), trace)
+    assert search.phase is Phase.SEARCH and search.plan.swap_bytes > 0
+    search.capacity_bytes = int(1.05 * peak(trace))
+    while search.phase is not Phase.STABLE:
+        search.after_step(StepStats(), tried(search))
+    assert search.plan.swap_bytes == 0
