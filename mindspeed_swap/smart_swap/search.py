@@ -373,9 +373,7 @@ class SmartSwap:
             self._saved = stats.saved  # a loaded plan does not know
         other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
-        # Not the first step, of a plan that was loaded: it leaves room to others, see oom_guard.py.
-        bad = self.steps > 1 and (facts.trouble > self._accepted_trouble or facts.unready)
-        self._bad_steps = self._bad_steps + 1 if bad else 0
+        self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
         if self._bad_steps < DRIFT_STEPS:
             return False
         self._bad_steps, self._afresh = 0, True
