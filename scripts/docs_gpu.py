@@ -4,11 +4,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from docs_pictures import limits_picture
-from largest_model import VARIANTS, parameters, tflops
+from largest_model import Trial, figures, results
 
 MEASURED = Path(__file__).resolve().parent.parent / "docs" / "measured"
 NO_FLAG = ("no flag", "不加参数")
@@ -50,12 +49,10 @@ def one_activation_on_gpu() -> str:
 def _limits() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of scripts/largest_model.sh on a GPU: what it ran on, and each variant at its limit. Plain comes first."""
     data = json.loads((MEASURED / "gpu_largest_model.json").read_text())
-    rows = [trial for trial in data["trials"] if trial["fits"]]
+    trials = [Trial(why="", wall_seconds=0.0, **trial) for trial in data["trials"]]
+    rows = results(data["shape"], {trial.variant: trial for trial in trials if trial.fits})
     for row in rows:
-        trial = SimpleNamespace(**row)
-        row |= {"parameters": parameters(data["shape"], trial.layers), "tflops": tflops(data["shape"], trial)}
-        row["does_not_fit"] = [each["layers"] for each in data["trials"]
-                               if not each["fits"] and each["variant"] == trial.variant]  # fmt: skip
+        row["tried"] = [t.layers for t in trials if not t.fits and t.variant == row["variant"]]
     return data, rows
 
 
@@ -68,17 +65,10 @@ def largest_model(language: int = 0) -> str:
     )[language]  # fmt: skip
     data, rows = _limits()
     lines = head_of((head[0].format(card=data["card"], torch=data["versions"]["torch"]), *head[1:]))
-    plain = rows[0]
     for row in rows:
-        flags, (first, last) = VARIANTS[row["variant"]], row["losses"]
-        name = f"`{flags}`" if flags else NO_FLAG[language]
-        tried = ", ".join(map(str, row["does_not_fit"])) or "-"
-        cells = [name, row["layers"], tried, f"{row['parameters'] / 1e9:.3f} B",
-                 f"{row['parameters'] / plain['parameters']:.2f}", f"{row['step_seconds']:.2f} s",
-                 f"{row['tflops']:.1f}", f"{row['tflops'] / plain['tflops']:.2f}",
-                 f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['host_bytes'] / 2**30:.1f} GiB",
-                 f"{first:.3f} to {last:.3f}"]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        name = f"`{row['flags']}`" if row["flags"] else NO_FLAG[language]
+        tried = ", ".join(map(str, row["tried"])) or "-"
+        lines.append("| " + " | ".join((name, str(row["layers"]), tried, *figures(row))) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -95,8 +85,8 @@ def largest_model_sentence(language: int = 0) -> str:
     )[language]  # fmt: skip
     return text.format(
         card=data["card"], tokens=data["shape"]["SEQ"], plain=plain, all=all_together,
-        flags=VARIANTS[all_together["variant"]], few=plain["parameters"] / 1e9, many=all_together["parameters"] / 1e9,
-        speed=all_together["tflops"] / plain["tflops"],
+        flags=all_together["flags"], few=plain["parameters"] / 1e9, many=all_together["parameters"] / 1e9,
+        speed=all_together["tflops_ratio"],
     )  # fmt: skip
 
 

@@ -202,34 +202,36 @@ def tflops(shape: dict[str, int], trial: Trial) -> float:
     return tokens * (trial.layers * per_layer + 6 * hidden * shape["VOCAB"]) / trial.step_seconds / 1e12
 
 
-def results(search: Search, limits: dict[str, Trial | None]) -> list[dict[str, Any]]:
+def results(shape: dict[str, int], limits: dict[str, Trial | None]) -> list[dict[str, Any]]:
     rows = []
     plain = limits.get("plain")
     for name, trial in limits.items():
-        row: dict[str, Any] = {"variant": name, "flags": search.variants[name], "layers": trial.layers if trial else 0}
+        row: dict[str, Any] = {"variant": name, "flags": VARIANTS[name], "layers": trial.layers if trial else 0}
         if trial:
-            row |= asdict(trial) | {"parameters": parameters(search.shape, trial.layers)}
-            row["tflops"] = tflops(search.shape, trial)
+            row |= asdict(trial) | {"parameters": parameters(shape, trial.layers)}
+            row["tflops"] = tflops(shape, trial)
             if plain:
-                row["parameters_ratio"] = row["parameters"] / parameters(search.shape, plain.layers)
-                row["tflops_ratio"] = row["tflops"] / tflops(search.shape, plain)
+                row["parameters_ratio"] = row["parameters"] / parameters(shape, plain.layers)
+                row["tflops_ratio"] = row["tflops"] / tflops(shape, plain)
         rows.append(row)
     return rows
+
+
+def figures(row: dict[str, Any]) -> tuple[str, ...]:
+    """Parameters, x plain, step, TFLOP/s, x plain, peak, host and loss, as they are shown."""
+    return (
+        f"{row['parameters'] / 1e9:.3f} B", f"{row.get('parameters_ratio', math.nan):.2f}",
+        f"{row['step_seconds']:.2f} s", f"{row['tflops']:.1f}", f"{row.get('tflops_ratio', math.nan):.2f}",
+        format_bytes(row["peak_bytes"]), format_bytes(row["host_bytes"]),
+        f"{row['losses'][0]:.3f} to {row['losses'][1]:.3f}",
+    )  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [("variant", "layers", "parameters", "x plain", "step", "TFLOP/s", "x plain", "peak", "host", "loss")]
     for row in rows:
-        if not row["layers"]:
-            lines.append((row["variant"], "none", *("-",) * 8))
-            continue
-        lines.append((
-            row["variant"], str(row["layers"]), f"{row['parameters'] / 1e9:.3f} B",
-            f"{row.get('parameters_ratio', math.nan):.2f}", f"{row['step_seconds']:.2f} s", f"{row['tflops']:.1f}",
-            f"{row.get('tflops_ratio', math.nan):.2f}",
-            format_bytes(row["peak_bytes"]), format_bytes(row["host_bytes"]),
-            f"{row['losses'][0]:.3f} to {row['losses'][1]:.3f}",
-        ))  # fmt: skip
+        shown = (str(row["layers"]), *figures(row)) if row["layers"] else ("none", *("-",) * 8)
+        lines.append((row["variant"], *shown))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rendered = [" | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([rendered[0], "-+-".join("-" * width for width in widths), *rendered[1:]])
@@ -288,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     search = Search(args, variants, {name: int(os.environ[name]) for name in SHAPE})
     search.load()
-    rows = results(search, {name: search.limit(name) for name in variants})
+    rows = results(search.shape, {name: search.limit(name) for name in variants})
     (args.out / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
     picture(rows, args.out / "largest_model.png")
     print(f"\n{table(rows)}\n\nlogs and figures in {args.out}")

@@ -367,7 +367,9 @@ class SwapManager:
         with self._lock:
             if freed < nbytes:
                 freed += self._mover.free_lingering(wait=True)
-            for saved in self._strays.last_read_first(self.live.by_serial.values() if freed < nbytes else ()):
+            if freed >= nbytes:
+                return freed
+            for saved in self._strays.last_read_first(self.live.by_serial.values()):
                 given_up = self._mover.evict(saved)
                 if given_up:
                     freed += given_up

@@ -58,7 +58,7 @@ ROOM = 64 * MIB
 
 
 @pytest.fixture
-def whole_device(monkeypatch):
+def whole_device():
     with small_device(torch.cuda.mem_get_info()[1]) as device:
         yield device
 

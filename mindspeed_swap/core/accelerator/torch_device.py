@@ -53,8 +53,7 @@ class TorchAccelerator(Accelerator):
         self._index: int = module.current_device()
         self._device = torch.device(self.name, self._index)
         self._total_bytes = cap_memory(module, self._index)
-        self._usable_bytes = self._total_bytes  # less what others have, and what is left to them:
-        self._left_bytes = 0
+        self._usable_bytes = self._total_bytes  # less what others have
         self._own_fraction: float | None = None  # what leave_room has set
         self._streams: dict[tuple[int, int, int], Any] = {}
         self._watch, self._hooked = watch_allocator(module, str(self._device), self._index, build_guard)
@@ -81,21 +80,21 @@ class TorchAccelerator(Accelerator):
         if fraction < 1 and fraction != ours:
             return
         free_bytes, total_bytes = self._module.mem_get_info(self._index)
-        usable_bytes = free_bytes + self._watch.memory(self._index)[1]
-        self._left_bytes = min(nbytes, usable_bytes)
-        self._usable_bytes = usable_bytes - self._left_bytes
-        enforced = nbytes > 0 and self._hooked  # else nothing would make room for what is refused
-        if enforced or ours is not None:
-            share = self._usable_bytes / total_bytes if enforced else 1.0
-            self._module.set_per_process_memory_fraction(share, self._index)
-        if enforced:  # as it is told again, rounded
+        self._usable_bytes = free_bytes + self._watch.memory(self._index)[1]
+        least_bytes = max(0, self._usable_bytes - nbytes)
+        if nbytes and self._hooked:
+            self._module.set_per_process_memory_fraction(least_bytes / total_bytes, self._index)
+            # As it is told again: rounded.
             self._own_fraction = self._module.get_per_process_memory_fraction(self._index)
+            return
+        self._usable_bytes = least_bytes  # only counted: without the hook nothing would make room for what is refused
+        if ours is not None:
+            self._module.set_per_process_memory_fraction(1.0, self._index)
 
     def take_room(self) -> bool:
         ours, self._own_fraction = self._own_fraction, None
         if ours is None or ours != self._module.get_per_process_memory_fraction(self._index):
             return False
-        self._usable_bytes += self._left_bytes
         self._module.set_per_process_memory_fraction(1.0, self._index)
         return True
 
