@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
 from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.live_tensors import LiveTensors
@@ -65,6 +65,8 @@ class SwapManager:
         self._prefetches: dict[Position, list[Key]] = {}
         self._thread = threading.local()
         self._recording_ms = 0.0  # of the host, in the last recorded step
+        self._ended: Event = None  # the last step, if it was not recorded
+        self._between_ms: float | None = None  # two steps, at least: now and then more is done there
 
     @property
     def recorder(self) -> Recorder | None:
@@ -100,16 +102,28 @@ class SwapManager:
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = keys_by_position(self._swaps.values())
             self._strays.begin(read_order)
-        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
+        since, self._ended = self._ended, None
+        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms, since) if trace else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
         trace = recorder.finish(self.stats.evicted_bytes) if recorder is not None else None
-        if recorder is not None:
+        if recorder is None:
+            self._ended = self.accelerator.record(self.accelerator.compute_stream())
+        else:
             self._recording_ms = recorder.host_ms
+            self._count_between(recorder)
         self._mover.count_late_loads()
         return self.stats, trace
+
+    def _count_between(self, recorder: Recorder) -> None:
+        """A step takes as long as it is from the end of the one before to its own. Where that one was recorded too, the
+        time between was another: plans are made there. It is then taken to be what it was before."""
+        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None]
+        if found:
+            self._between_ms = min(found)
+            recorder.trace.step_ms += self._between_ms
 
     def enter_optimizer(self) -> None:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, ENTER))

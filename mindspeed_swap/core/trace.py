@@ -158,7 +158,7 @@ class StepTrace:
     static_bytes: int  # allocated when the step began: parameters, gradients, optimizer state, buffers
     d2h_bytes_per_ms: float  # with nothing else on the link
     h2d_bytes_per_ms: float
-    step_ms: float = 0.0  # as measured, waits of compute for copies included
+    step_ms: float = 0.0  # as measured, waits of compute for copies and the time since the step before included
     held_bytes: int = 0  # largest (allocated - static) at the end of a microbatch's forward
     has_optimizer_state: bool = False
     points: list[Point] = field(default_factory=list)

@@ -186,6 +186,29 @@ def test_recording_has_a_head_start_that_no_time_shows(sim, monkeypatch):
     assert times == sorted(times) and times[-1] <= outcome.trace.step_ms
 
 
+def test_a_step_lasts_from_the_end_of_the_one_before(sim, monkeypatch):
+    """What the trainer does between two steps takes time in each. Now and then it does more (an evaluation), and after
+    a step that was recorded we do."""
+    body, leaves = blocks(3, width=32)
+    manager, elapsed_ms = new_manager(sim), sim.elapsed_ms
+    minute = 60_000.0  # next to which the step is nothing
+
+    def counted(minutes: int) -> int:
+        """Minutes that a recorded step counts, where it begins so many after the one before."""
+        ended = manager._ended
+        monkeypatch.setattr(
+            sim, "elapsed_ms", lambda start, end: minutes * minute if start is ended else elapsed_ms(start, end)
+        )
+        trace = record(body, leaves, manager)
+        return round((trace.step_ms - trace.stall_ms - trace.points[-1].time_ms) / minute)
+
+    assert counted(5) == 0, "of the first step nothing is known"
+    for minutes, expected in ((3, 3), (9, 3), (2, 2), (4, 2)):
+        run_step(body, leaves, manager)
+        assert counted(minutes) == expected
+        assert counted(1) == expected, "after a recorded step: as before"
+
+
 def test_tensors_of_an_earlier_step_belong_to_the_base(sim):
     leaf = torch.randn(SIZE, SIZE, requires_grad=True)
     manager = new_manager(sim)
