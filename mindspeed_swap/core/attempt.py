@@ -112,7 +112,7 @@ class Attempt:
 
     def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
         moved = sum(self.stage.trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
-        rank = run_lanes(self.stage.trace, placed, self.stage.members(flags)).extra_ms, moved
+        rank = run_lanes(self.stage.trace, placed, self.stage.scene(flags).modules).extra_ms, moved
         if _better(rank, self._rank):
             self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
         return rank
@@ -211,7 +211,7 @@ class Attempt:
     def _shift(self) -> None:
         """The last word on when things leave and come back, where it gains enough."""
         placed = self.stage.scene(self.flags).shifted(self.placed, self.target, tries(self.stage))
-        spent = run_lanes(self.stage.trace, placed, self.stage.members(self.flags)).extra_ms
+        spent = run_lanes(self.stage.trace, placed, self.stage.scene(self.flags).modules).extra_ms
         if spent < self.extra_ms - SHIFT_SHARE * plain_step_ms(self.stage.trace):
             self._take(self.flags, placed, self.stage.scene(self.flags).curve(placed))
 

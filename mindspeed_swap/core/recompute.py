@@ -3,13 +3,13 @@
 The rules: after its forward a recomputed module keeps its inputs only. At the first backward read of anything that it
 saved it runs again: compute spends its forward time, then everything that it saved is resident until it dies as
 before. While it runs it needs the working memory of its forward. It does not save what an input holds, and it does not
-free what others save too. Two modules of a plan free nothing in common, and none frees what another one is run from: a
-module inside another, or a chain of two, is a module record of its own.
+free what others save too. Two modules of a plan free nothing in common: a module inside another is a module record of
+its own. One that is run from what another one freed has that run first (``as_they_run``).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from mindspeed_swap.core.trace import ENTER, EXIT, FORWARD, OUTSIDE, Key, ModuleKey, ModuleRecord, StepTrace
 
@@ -67,6 +67,34 @@ def _working_bytes(trace: StepTrace, record: ModuleRecord, run: int) -> int:
     return max(0, now.allocated_bytes - now.resident_bytes + forward - trace.base_bytes(run + 1))
 
 
+def as_they_run(trace: StepTrace, modules: Sequence[Module]) -> list[Module]:
+    """The modules of a plan: each runs when it would by itself, or already when one that is run from what it frees
+    does. Several run one after the other there: the most that one of them needs is what they need."""
+    freed_by = {i: m for m, module in enumerate(modules) for i in module.frees}
+    runs = [module.run for module in modules]
+    left = [m for m, module in enumerate(modules) if not freed_by.keys().isdisjoint(module.keeps)]
+    while left:
+        m = left.pop()
+        for other in {freed_by[i] for i in modules[m].keeps if i in freed_by}:
+            if runs[m] < runs[other]:
+                runs[other] = runs[m]
+                left.append(other)
+    earlier = [m for m, module in enumerate(modules) if runs[m] < module.run]
+    if not earlier:
+        return list(modules)
+    needed: dict[int, int] = {}  # run -> working bytes
+    for module in modules:
+        needed[module.run] = max(needed.get(module.run, 0), module.working_bytes)
+    found = list(modules)
+    for m in earlier:
+        module, run = modules[m], runs[m]
+        away = tuple((i, first, min(last, run)) for i, first, last in module.away if first <= run)
+        working, before = _working_bytes(trace, module.record, run), needed[run]
+        needed[run] = max(working, before)
+        found[m] = replace(module, run=run, away=away, working_bytes=max(0, working - before))
+    return found
+
+
 def whole_layers(trace: StepTrace) -> Iterator[ModuleRecord]:
     """Every layer as a module, from its borders: full recompute as Megatron has it. The layer's input is what it saves
     first. Times are those of the borders, so without what runs between layers."""
@@ -103,18 +131,13 @@ class Chosen:
         self.modules = modules
         self.flags = [False] * len(modules)
         self._freed_by: dict[int, int] = {}
-        self._kept_by: dict[int, list[int]] = {}
         for m, on in enumerate(flags):
             if on:
                 self.add(m)
 
     def conflicts(self, m: int) -> list[int]:
         """The members that have to go before ``m`` can join."""
-        module = self.modules[m]
-        found = {self._freed_by[i] for i in module.frees if i in self._freed_by}
-        found.update(self._freed_by[i] for i in module.keeps if i in self._freed_by)
-        found.update(other for i in module.frees for other in self._kept_by.get(i, ()))
-        return sorted(found - {m})
+        return sorted({self._freed_by[i] for i in self.modules[m].frees if i in self._freed_by} - {m})
 
     def add(self, m: int) -> None:
         """``m`` joins, and what conflicts with it leaves."""
@@ -123,15 +146,11 @@ class Chosen:
         self.flags[m] = True
         for i in self.modules[m].frees:
             self._freed_by[i] = m
-        for i in self.modules[m].keeps:
-            self._kept_by.setdefault(i, []).append(m)
 
     def remove(self, m: int) -> None:
         self.flags[m] = False
         for i in self.modules[m].frees:
             del self._freed_by[i]
-        for i in self.modules[m].keeps:
-            self._kept_by[i].remove(m)
 
     def members(self) -> list[Module]:
         return [module for module, on in zip(self.modules, self.flags, strict=True) if on]

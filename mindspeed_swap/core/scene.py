@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 from operator import add
 
 from mindspeed_swap.core.lanes import Placed, run_lanes
-from mindspeed_swap.core.recompute import Chosen, Module, by_price, full_recompute, modules_of
+from mindspeed_swap.core.recompute import Chosen, Module, as_they_run, by_price, full_recompute, modules_of
 from mindspeed_swap.core.simulate import host_peak, memory_curve, recompute_changes
 from mindspeed_swap.core.sweeps import NOT_NEEDED, choose, lay_out
 from mindspeed_swap.core.trace import StepTrace
@@ -173,7 +173,8 @@ class Stage:
         if found is None:
             if len(self._scenes) >= MAX_SCENES:
                 self._scenes = {self.nothing: self.plain}
-            trace, plain, modules = self.trace, self.plain, self.members(flags)
+            trace, plain = self.trace, self.plain
+            modules = as_they_run(trace, [module for module, on in zip(self.modules, flags, strict=True) if on])
             delta = [0] * (len(plain.keep) + 1)
             for i, change in recompute_changes(trace, modules):
                 delta[i] += change
@@ -182,12 +183,9 @@ class Stage:
             found = self._scenes[flags] = Scene(trace, self._acts, keep, jobs, modules, self._cheap)
         return found
 
-    def members(self, flags: Iterable[bool]) -> list[Module]:
-        return [module for module, on in zip(self.modules, flags, strict=True) if on]
-
     def spent_ms(self, flags: Iterable[bool]) -> float:
         """What recomputing these takes."""
-        return sum(module.record.forward_ms for module in self.members(flags))
+        return sum(module.record.forward_ms for module, on in zip(self.modules, flags, strict=True) if on)
 
     def _leasts(self) -> list[int]:
         """For each module: least memory while it runs again, with everything else away that can be. A layer brings all

@@ -24,7 +24,7 @@ from itertools import accumulate
 from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.lanes import Copy, Placed, Stall, load_index, run_lanes
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.recompute import Chosen, Module, first_reads, modules_of
+from mindspeed_swap.core.recompute import Chosen, Module, as_they_run, first_reads, modules_of
 from mindspeed_swap.core.trace import Key, Position, SavedRecord, StepTrace
 
 
@@ -130,7 +130,7 @@ def recomputed(trace: StepTrace, plan: Plan) -> list[Module]:
         if chosen.flags[m] or chosen.conflicts(m):
             raise ValueError(f"plan recomputes {name} twice, or something that overlaps with it")
         chosen.add(m)
-    return chosen.members()
+    return as_they_run(trace, chosen.members())
 
 
 def memory_curve(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[Module] = ()) -> list[int]:

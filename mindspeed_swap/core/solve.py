@@ -13,7 +13,7 @@ from itertools import accumulate
 from mindspeed_swap.core.attempt import Attempt, Corner, corners, tries
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
-from mindspeed_swap.core.recompute import Module, full_recompute, modules_of
+from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
 from mindspeed_swap.core.simulate import host_peak, memory_curve, phase_peaks, plain_step_ms
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
@@ -142,7 +142,7 @@ class _Solver:
         return best
 
     def _plan(self, budget: int, flags: tuple[bool, ...], placed: list[Placed]) -> Plan:
-        trace, modules = self.trace, self.stage.members(flags)
+        trace, modules = self.trace, self.stage.scene(flags).modules
         timeline = run_lanes(trace, placed, modules)
         prediction = Prediction(
             phase_peaks(trace, memory_curve(trace, placed, modules)),
@@ -168,7 +168,7 @@ class _Solver:
 
     def _full_recompute(self) -> tuple[list[Module], int]:
         """Everything recomputed, and its peak, whatever the verbs."""
-        modules = full_recompute(modules_of(self.trace))
+        modules = as_they_run(self.trace, full_recompute(modules_of(self.trace)))
         return modules, max(memory_curve(self.trace, (), modules))
 
     def _faster_recompute(self, budget: int, extra_ms: float) -> float | None:

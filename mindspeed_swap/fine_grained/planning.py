@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_swap.core.plan import Plan, Recompute, Swap
-from mindspeed_swap.core.recompute import WHOLE_LAYER, Chosen, Module, first_reads, modules_of
+from mindspeed_swap.core.recompute import WHOLE_LAYER, Module, as_they_run, first_reads, modules_of
 from mindspeed_swap.core.simulate import position_index
 from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate
@@ -79,7 +79,7 @@ class Planning:
         self.calls = defaultdict(list)
         for module in self.trace.modules:
             self.calls[module.key[:3]].append(module)
-        again = self._recomputed()
+        again = as_they_run(self.trace, self._recomputed())
         self.placed = sorted(self._placed(again), key=lambda p: (p.prefetch, p.read, p.record.saved))
         self.plan = self._plan(again)
         self.reasons = self._reasons()
@@ -96,9 +96,7 @@ class Planning:
             ),
             tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in again),
         )
-        chosen = Chosen(again, [True] * len(again))
-        # Modules that run from what others make again (a chain) run well, but nobody can say how long they take.
-        return predicted(trace, plan) if all(chosen.flags) else plan
+        return predicted(trace, plan)
 
     # ---- recompute
     def _recomputed(self) -> list[Module]:

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from mindspeed_swap.core.lanes import run_lanes
-from mindspeed_swap.core.recompute import Chosen
+from mindspeed_swap.core.recompute import Chosen, Module, as_they_run
 from mindspeed_swap.core.simulate import recompute_changes
 from mindspeed_swap.core.solve import ALL_VERBS, _Solver
 from mindspeed_swap.core.trace import StepTrace
@@ -61,10 +61,22 @@ class _Program:
         return float(found.fun) if found.status == 0 else None
 
 
+def at_every_run(trace: StepTrace, modules: list[Module]) -> list[Module]:
+    """Each module as often as there are points at which it may run: its own, and those of what is run from it."""
+    found = list(modules)
+    for user in found:  # grows meanwhile
+        for module in modules:
+            if not set(module.frees).isdisjoint(user.keeps) and user.run < module.run:
+                earlier, _ = as_they_run(trace, [module, user])
+                if all((other.run, other.frees) != (earlier.run, earlier.frees) for other in found):
+                    found.append(earlier)
+    return found
+
+
 def integer_program(trace: StepTrace, budget: int) -> float | None:
     """None where it is not solved in time (or not at all)."""
     stage = _Solver(trace, ALL_VERBS).stage
-    jobs, modules, points = stage.plain.jobs, stage.modules, trace.points
+    jobs, modules, points = stage.plain.jobs, at_every_run(trace, stage.modules), trace.points
     n = len(points)
     program = _Program()
     # Compute has waited for the copies out at the point; for the copies back too.
@@ -119,6 +131,13 @@ def integer_program(trace: StepTrace, budget: int) -> float | None:
         for b in range(a):
             if Chosen(modules, [i == b for i in range(len(modules))]).conflicts(a):
                 program.at_least([(1.0, run[a]), (1.0, run[b])], -np.inf, 1.0)
+    for m, y in zip(modules, run, strict=True):  # not later than anything that is run from it, earlier only for that
+        users = [(u, x) for u, x in zip(modules, run, strict=True) if not set(m.frees).isdisjoint(u.keeps)]
+        for user, x in users:
+            if user.run < m.run:
+                program.at_least([(1.0, x), (1.0, y)], -np.inf, 1.0)
+        if m not in stage.modules:
+            program.at_least([*((1.0, x) for user, x in users if user.run == m.run), (-1.0, y)], 0.0)
     for i in range(n):
         terms = [(-float(job.nbytes), v) for j, job in enumerate(jobs) for p, v in leave[j].items() if p < i]
         terms += [(float(job.nbytes), v) for j, job in enumerate(jobs) for p, v in back[j].items() if p < i]

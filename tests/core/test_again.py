@@ -117,7 +117,7 @@ def test_predicted_peak_is_measured(sim):
     model, manager = Blocks(8), new_manager(sim)
     trace = model.step(manager, record=True).trace
     trace.has_optimizer_state = True
-    for names in (("mlp",), ("layer",), ("norm", "mlp.act")):
+    for names in (("mlp",), ("layer",), ("norm", "mlp.act"), ("norm", "mlp")):
         plan = plan_of(trace, *names, layers=range(1, 9))
         again = model.step(manager, plan, record=True).trace
         predicted, measured = simulate(trace, plan), max(point.peak_bytes for point in again.points)

@@ -102,11 +102,13 @@ def test_same_bits_and_no_product_again(sim, drop, record):
     assert_nothing_left(manager)
 
 
-def test_predicted_peak_is_measured(sim):
+@pytest.mark.parametrize("product_too", [False, True])
+def test_predicted_peak_is_measured(sim, product_too):
+    """``product_too``: what it is run from has to be made again first."""
     model, manager = Gated(layers=8), new_manager(sim)
     trace = model.step(manager, record=True).trace
     trace.has_optimizer_state = True
-    plan = Plan(trace.model, 0, (), chosen(trace))
+    plan = Plan(trace.model, 0, (), (*chosen(trace), *(chosen(trace, "mlp.up") if product_too else ())))
     measured = model.step(manager, plan).peak_bytes
     assert max(simulate(trace, plan).curve) == pytest.approx(measured, rel=0.02)
 

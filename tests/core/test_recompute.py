@@ -43,6 +43,26 @@ def test_its_input_is_needed_when_it_runs_and_copies_go_on_meanwhile() -> None:
     assert late.h2d == [Copy(key(0), 60.0, 70.0)] and late.late_loads == [key(0)] and late.step_ms == 90.0 + 10.0 + 4.0
 
 
+def test_what_another_one_is_run_from_is_made_first() -> None:
+    """A norm gives record 1 to a product, which saves record 2. That is read at 5 and record 1 not before 7; but the
+    product is run again from record 1, so the norm runs at 5 too."""
+    trace = trace_of((100, 1, 8, 9), (200, 2, 7, 9), (400, 3, 5, 6))
+    norm = ModuleRecord(ModuleKey(0, 0, 1, "norm"), 1.0, 1, 2, [key(1)], [key(0)])
+    product = ModuleRecord(ModuleKey(0, 0, 1, "product"), 4.0, 2, 4, [key(2)], [key(1)])
+    trace.modules = [norm]
+    alone = simulate(trace, recompute(trace))
+    assert [v - BASE for v in alone.curve] == [0, 0, 100, 300, 500, 500, 100, 100, 300, 0]
+    trace.modules = [norm, product]
+    both = simulate(trace, recompute(trace))
+    assert [v - BASE for v in both.curve] == [0, 0, 100, 300, 500, 100, 300, 300, 300, 0]
+    assert both.recompute_ms == 5.0
+    # What the norm is run from is needed at 5, too.
+    swapped = simulate(trace, recompute(trace, plan_of(trace, (0, 3, 4))))
+    assert swapped.h2d == [Copy(key(0), 40.0, 50.0)] and swapped.stall_ms == 0.0
+    late = simulate(trace, recompute(trace, plan_of(trace, (0, 3, 7))))
+    assert late.h2d == [Copy(key(0), 50.0, 60.0)] and late.late_loads == [key(0)]
+
+
 def test_a_plan_that_recomputes_what_is_not_there_is_refused() -> None:
     trace = toy()
     good = recompute(trace).recomputes[0]

@@ -119,7 +119,7 @@ def test_case_33_never_slower_than_all_swap_or_full_recompute_at_their_memory() 
     for trace in traces:
         solver = _Solver(trace, ALL_VERBS)
         for corner in solver.corners:
-            spent = run_lanes(trace, corner.placed, solver.stage.members(corner.flags)).extra_ms
+            spent = run_lanes(trace, corner.placed, solver.stage.scene(corner.flags).modules).extra_ms
             for budget in (corner.peak, corner.peak + (max(solver.keep) - corner.peak) // 3):
                 prediction = solver.solve(budget).prediction
                 assert prediction is not None
