@@ -19,7 +19,7 @@ def with_gradients(owned: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield tensor
         for name in ("main_grad", "grad"):
             gradient = getattr(tensor, name, None)
-            if isinstance(gradient, torch.Tensor):
+            if isinstance(gradient, torch.Tensor) and gradient.layout is torch.strided:
                 yield gradient
 
 

@@ -144,9 +144,9 @@ class Runtime:
         search = self.shapes.current
         if self._models != models or search is None or search.phase is not Phase.STABLE:
             self._owned = list(owned_by(models))  # walking through modules takes as long as starting a dozen kernels
-            self._keep_on_device()
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
+        self.manager.movable.keep_on_device(with_gradients(self._owned))
         if self.shapes.vary:
             self.manager.begin_step()
         else:
@@ -244,12 +244,8 @@ class Runtime:
             if self.shapes:
                 self.manager.enter_optimizer()
                 self._guard.enter_optimizer()
-                self._keep_on_device()  # the next step's: now the device is busy, when a step begins it waits for us
             if self._overlap:
                 self._overlap.optimizer()
-
-    def _keep_on_device(self) -> None:
-        self.manager.movable.keep_on_device(with_gradients(self._owned))
 
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)

@@ -240,9 +240,13 @@ class Produced:
     def __init__(self) -> None:
         self._found: dict[Identity, tuple[weakref.ref[torch.UntypedStorage], Call, int]] = {}
 
-    def add(self, call: Call, outputs: list[torch.Tensor]) -> None:
+    def add(self, call: Call, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """``inputs``: an output that is one of them was not made by it."""
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
         for index, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
+            if storage._cdata in given:
+                continue
             identity = (storage._cdata, tensor._version)
 
             def forget(ref: Any, identity: Identity = identity) -> None:

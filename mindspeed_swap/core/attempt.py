@@ -60,7 +60,7 @@ class Corner(NamedTuple):
 def corners(stage: Stage) -> list[Corner]:
     """All swapped; all recomputed; all recomputed and what is left swapped."""
     found: list[Corner] = []
-    for flags in dict.fromkeys((stage.nothing, stage.full)):
+    for flags in dict.fromkeys((stage.nothing, stage.full_without_chains, stage.full)):
         scene = stage.scene(flags)
         for placed in [scene.farthest] + ([[]] if any(flags) else []):
             curve = scene.curve(placed)

@@ -98,7 +98,7 @@ class ModuleCalls:
             self._call = None
         call.forward_is_over()
         if not (keeps_outputs or part):
-            self._produced.add(call, tensors(result))
+            self._produced.add(call, tensors(result), tensors(arguments))
         return result
 
     def run_again(self, call: Call, wanted: SavedTensor) -> None:

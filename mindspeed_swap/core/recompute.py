@@ -3,8 +3,9 @@
 The rules: after its forward a recomputed module keeps its inputs only. At the first backward read of anything that it
 saved it runs again: compute spends its forward time, then everything that it saved is resident until it dies as
 before. While it runs it needs the working memory of its forward. It does not save what an input holds, and it does not
-free what others save too. Two modules of a plan free nothing in common: a module inside another is a module record of
-its own. One that is run from what another one freed has that run first (``as_they_run``).
+free what others save too. Two modules of a plan free nothing in common, and none frees what one inside it is run from:
+that would be kept for it. Of two that are not inside one another, one may be run from what the other one frees, which
+then runs first (``as_they_run``).
 """
 from __future__ import annotations
 
@@ -131,13 +132,24 @@ class Chosen:
         self.modules = modules
         self.flags = [False] * len(modules)
         self._freed_by: dict[int, int] = {}
+        self._kept_by: dict[int, list[int]] = {}
         for m, on in enumerate(flags):
             if on:
                 self.add(m)
 
     def conflicts(self, m: int) -> list[int]:
         """The members that have to go before ``m`` can join."""
-        return sorted({self._freed_by[i] for i in self.modules[m].frees if i in self._freed_by} - {m})
+        module, by = self.modules[m], self._freed_by
+        found = {by[i] for i in module.frees if i in by}
+        found.update(by[i] for i in module.keeps if i in by and _inside(module, self.modules[by[i]]))
+        inner = (other for i in module.frees for other in self._kept_by.get(i, ()))
+        found.update(other for other in inner if _inside(self.modules[other], module))
+        return sorted(found - {m})
+
+    def chained(self, m: int) -> bool:
+        """``m`` would be run from what a member frees, or a member from what ``m`` does."""
+        module = self.modules[m]
+        return any(i in self._freed_by for i in module.keeps) or any(self._kept_by.get(i) for i in module.frees)
 
     def add(self, m: int) -> None:
         """``m`` joins, and what conflicts with it leaves."""
@@ -146,21 +158,30 @@ class Chosen:
         self.flags[m] = True
         for i in self.modules[m].frees:
             self._freed_by[i] = m
+        for i in self.modules[m].keeps:
+            self._kept_by.setdefault(i, []).append(m)
 
     def remove(self, m: int) -> None:
         self.flags[m] = False
         for i in self.modules[m].frees:
             del self._freed_by[i]
+        for i in self.modules[m].keeps:
+            self._kept_by[i].remove(m)
 
     def members(self) -> list[Module]:
         return [module for module, on in zip(self.modules, self.flags, strict=True) if on]
 
 
-def full_recompute(modules: list[Module]) -> list[Module]:
-    """As much as can be recomputed at once: what frees most comes first."""
+def _inside(inner: Module, outer: Module) -> bool:
+    return outer.record.begin <= inner.record.begin and inner.record.end <= outer.record.end
+
+
+def full_recompute(modules: list[Module], *, chains: bool = True) -> list[Module]:
+    """As much as can be recomputed at once: what frees most comes first. ``chains``: also from what others free, which
+    then is back earlier: a peak in backward may be higher for it."""
     chosen = Chosen(modules)
     for m in sorted(range(len(modules)), key=lambda m: -modules[m].freed_bytes):
-        if not chosen.conflicts(m):
+        if not chosen.conflicts(m) and (chains or not chosen.chained(m)):
             chosen.add(m)
     return chosen.members()
 

@@ -152,8 +152,8 @@ class Stage:
         self.modules = modules_of(trace) if recompute else []
         self.nothing = (False,) * len(self.modules)
         self._orders: dict[tuple[int, ...], Order] = {}
-        everything = {id(module) for module in full_recompute(self.modules)}
-        self.full = tuple(id(module) in everything for module in self.modules)
+        self.full = self._flags(full_recompute(self.modules))
+        self.full_without_chains = self._flags(full_recompute(self.modules, chains=False))
         self._acts = points_to_act(trace)
         jobs = windows(trace) if swap else []
         if host_budget is not None:
@@ -167,6 +167,10 @@ class Stage:
             trace, self._acts, memory_curve(trace, ()), jobs, (), set()
         )
         self._least_when_run = self._leasts()
+
+    def _flags(self, chosen: list[Module]) -> tuple[bool, ...]:
+        members = {id(module) for module in chosen}
+        return tuple(id(module) in members for module in self.modules)
 
     def scene(self, flags: tuple[bool, ...]) -> Scene:
         found = self._scenes.get(flags)

@@ -168,8 +168,9 @@ class _Solver:
 
     def _full_recompute(self) -> tuple[list[Module], int]:
         """Everything recomputed, and its peak, whatever the verbs."""
-        modules = as_they_run(self.trace, full_recompute(modules_of(self.trace)))
-        return modules, max(memory_curve(self.trace, (), modules))
+        modules = modules_of(self.trace)
+        sets = [as_they_run(self.trace, full_recompute(modules, chains=chains)) for chains in (True, False)]
+        return min(((each, max(memory_curve(self.trace, (), each))) for each in sets), key=lambda found: found[1])
 
     def _faster_recompute(self, budget: int, extra_ms: float) -> float | None:
         if self.recomputes or extra_ms <= NEGLIGIBLE_MS:

@@ -31,6 +31,9 @@ from mindspeed_swap.core.strays import Strays
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace, new
 from mindspeed_swap.core.waits import Wait
 
+# Of a step. What takes longer between two is no part of them: an evaluation, a checkpoint.
+MOST_BETWEEN_SHARE = 0.1
+
 
 class SwapManager:
     """One per process and device. Called from the thread that runs the step and from autograd's threads."""
@@ -120,7 +123,8 @@ class SwapManager:
     def _count_between(self, recorder: Recorder) -> None:
         """A step takes as long as it is from the end of the one before to its own. Where that one was recorded too, the
         time between was another: plans are made there. It is then taken to be what it was before."""
-        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None]
+        most = MOST_BETWEEN_SHARE * recorder.trace.step_ms
+        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None and each <= most]
         if found:
             self._between_ms = min(found)
             recorder.trace.step_ms += self._between_ms
@@ -207,7 +211,8 @@ class SwapManager:
                 self._mover.recorder.used(saved)
             saved.handles += 1
             handle = Handle(saved, tensor, key, self.live.dead, whole=not known)
-            if not known:
+            # What has no name yet is kept by whoever holds it, as it is in a recorded step.
+            if not known and key.ordinal > NAMELESS:
                 self._follow_plan(saved, number)
         return handle
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_swap.core.plan import Plan, Recompute, Swap
-from mindspeed_swap.core.recompute import WHOLE_LAYER, Module, as_they_run, first_reads, modules_of
+from mindspeed_swap.core.recompute import WHOLE_LAYER, Chosen, Module, as_they_run, first_reads, modules_of
 from mindspeed_swap.core.simulate import position_index
 from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate
@@ -96,7 +96,9 @@ class Planning:
             ),
             tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in again),
         )
-        return predicted(trace, plan)
+        chosen = Chosen(again, [True] * len(again))
+        # Two that free the same (the output of one, which the other saves) run well, but nobody can say how long.
+        return predicted(trace, plan) if all(chosen.flags) else plan
 
     # ---- recompute
     def _recomputed(self) -> list[Module]:
