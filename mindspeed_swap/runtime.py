@@ -160,7 +160,8 @@ class Runtime:
         search = self.shapes.current
         search.capacity_bytes = self._accelerator.memory().capacity_bytes  # the room may have been taken
         try:
-            changed = search.after_step(*self.manager.end_step())
+            stats, trace = self.manager.end_step()
+            changed = search.after_step(stats, trace, self.manager.clock.step_ms() if search.times else None)
         except NoPlan as error:
             raise SettingError(f"{self._options.policy.flag}: {error}; {_MORE_ROOM}") from None
         if changed:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval, Stream
+from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
 from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.live_tensors import LiveTensors
@@ -27,12 +27,10 @@ from mindspeed_swap.core.recorder import Recorder
 from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State, modified_in_place
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import NAMELESS, Scope, StepStats
+from mindspeed_swap.core.step_clock import StepClock
 from mindspeed_swap.core.strays import Strays
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, OUTSIDE, Key, Position, StepTrace, new
 from mindspeed_swap.core.waits import Wait
-
-# Of a step. What takes longer between two is no part of them: an evaluation, a checkpoint.
-MOST_BETWEEN_SHARE = 0.1
 
 
 class SwapManager:
@@ -68,8 +66,7 @@ class SwapManager:
         self._prefetches: dict[Position, list[Key]] = {}
         self._thread = threading.local()
         self._recording_ms = 0.0  # of the host, in the last recorded step
-        self._ended: Event = None  # the last step, if it was not recorded
-        self._between_ms: float | None = None  # two steps, at least: now and then more is done there
+        self.clock = StepClock(accelerator)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -94,6 +91,7 @@ class SwapManager:
             self.scope = None
             self.live.by_key.clear()
             self._mover.stats = StepStats()
+        self.clock.begin()
         self.change_plan(plan, trace=trace, read_order=read_order)
 
     def change_plan(
@@ -105,29 +103,18 @@ class SwapManager:
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = keys_by_position(self._swaps.values())
             self._strays.begin(read_order)
-        since, self._ended = self._ended, None
-        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms, since) if trace else None
+        before = self.clock.before()
+        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms, before) if trace else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
         recorder, self._mover.recorder = self._mover.recorder, None
         trace = recorder.finish(self.stats.evicted_bytes) if recorder is not None else None
-        if recorder is None:
-            self._ended = self.accelerator.record(self.accelerator.compute_stream())
-        else:
+        if recorder is not None:
             self._recording_ms = recorder.host_ms
-            self._count_between(recorder)
+        self.clock.end(recorder)
         self._mover.count_late_loads()
         return self.stats, trace
-
-    def _count_between(self, recorder: Recorder) -> None:
-        """A step takes as long as it is from the end of the one before to its own. Where that one was recorded too, the
-        time between was another: plans are made there. It is then taken to be what it was before."""
-        most = MOST_BETWEEN_SHARE * recorder.trace.step_ms
-        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None and each <= most]
-        if found:
-            self._between_ms = min(found)
-            recorder.trace.step_ms += self._between_ms
 
     def enter_optimizer(self) -> None:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, ENTER))

@@ -3,10 +3,11 @@
 Pure: steps come in as counters and traces, decisions go out. Out of memory in any phase is survived by eviction, so
 the worst a plan can do is to be slow.
 
-Note: [A step before the one that is measured]
+Note: [Steps before the one that is recorded]
 The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
-runs at a higher clock than it can keep up. On a real device every recorded step but the very first follows one of the
-same plan that is not recorded.
+runs at a higher clock than it can keep up. And recording costs the host time, which now and then shows: one plan was
+recorded with 230 and with 240 ms, and ran in 233. So on a real device every recorded step but the very first follows
+one of the same plan that is not recorded, and a try two: the second of them is timed, and that is how long it took.
 """
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
+# Before a try is recorded, on a real device.
+UNRECORDED_STEPS = 2
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
@@ -137,7 +140,7 @@ class SmartSwap:
     name: int = 0  # of the shape; peers with another one decide for themselves
     tell: Callable[[str], None] = tell
     host_bytes: int | None = None  # that swap may take; None: no limit
-    settles: bool = False  # see Note [A step before the one that is measured]
+    settles: bool = False  # see Note [Steps before the one that is recorded]
     phase: Phase = Phase.WARM_UP
     steps: int = 0
     plan: Plan | None = None
@@ -157,7 +160,8 @@ class SmartSwap:
     _saved: int = 0  # tensors, in the step that the plan was made from
     _bad_steps: int = 0
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
-    _settling: bool = False  # the next step is not recorded
+    _unrecorded: int = 0  # so many of the next steps
+    _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
@@ -170,32 +174,41 @@ class SmartSwap:
 
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
-        record = self.phase is not Phase.STABLE and not self._settling
+        record = self.phase is not Phase.STABLE and not self._unrecorded
         return StepOrder(self.plan, record, self._read_order, host_bytes)
 
-    def after_step(self, stats: StepStats, trace: StepTrace | None) -> bool:
-        """Take a step's outcome in. True if the phase or the plan changed. Raises NoPlan."""
+    @property
+    def times(self) -> bool:
+        """``after_step`` wants to know how long the step took that is not recorded."""
+        return self._unrecorded == 1
+
+    def after_step(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None = None) -> bool:
+        """Take a step's outcome in. ``step_ms``: if it ``times``. True if the phase or the plan changed. Raises
+        NoPlan."""
         self.steps += 1
         self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
-        if self._settling:
+        if self._unrecorded:
             self._agree(0, 0, 0, 0, 0)
-            self._settling = False
+            self._unrecorded -= 1
+            self._timed_ms = step_ms
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saved = stats.saved
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
+        self._timed_ms = None
         # Whoever says when Stable begins counts steps.
-        self._settling = self.settles and self.phase is not Phase.STABLE and self.policy.tries is None
+        if self.settles and self.phase is not Phase.STABLE and self.policy.tries is None:
+            self._unrecorded = 1 if self._afresh else UNRECORDED_STEPS
         return changed
 
     # ---- with the other ranks
     def _state(self) -> float:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        return 1000.0 * list(Phase).index(self.phase) + 4.0 * tries + 2.0 * self._settling + self._afresh
+        return 1000.0 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
 
     def _agree(self, *own: float, later: bool = False) -> _Facts:
         """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""
@@ -276,7 +289,8 @@ class SmartSwap:
         peak = max(point.peak_bytes for point in trace.points)
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
-        facts = self._agree(0, trouble_of(stats), over, peak, trace.step_ms)
+        took_ms = trace.step_ms if self._timed_ms is None else self._timed_ms
+        facts = self._agree(0, trouble_of(stats), over, peak, took_ms)
         trouble, over = int(facts.trouble), int(facts.over)
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
         if trouble or over:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from swapping import assert_same, blocks, capacity, new_manager, recorded_plan, run_step
 
-from mindspeed_swap.core import swap_manager
+from mindspeed_swap.core import step_clock
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, StepTrace
 from mindspeed_swap.sim import device
@@ -196,7 +196,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before(sim, monkeypatch):
 
     def counted(minutes: int) -> int:
         """Minutes that a recorded step counts, where it begins so many after the one before."""
-        ended = manager._ended
+        ended = manager.clock._ended
         monkeypatch.setattr(
             sim, "elapsed_ms", lambda start, end: minutes * minute if start is ended else elapsed_ms(start, end)
         )
@@ -206,11 +206,13 @@ def test_a_step_lasts_from_the_end_of_the_one_before(sim, monkeypatch):
     assert counted(5) == 0, "of the first step nothing is known"
     run_step(body, leaves, manager)
     assert counted(5) == 0, "minutes are no part of a step of milliseconds"
-    monkeypatch.setattr(swap_manager, "MOST_BETWEEN_SHARE", 1e9)
+    monkeypatch.setattr(step_clock, "MOST_BETWEEN_SHARE", 1e9)
     for minutes, expected in ((3, 3), (9, 3), (2, 2), (4, 2)):
         run_step(body, leaves, manager)
         assert counted(minutes) == expected
         assert counted(1) == expected, "after a recorded step: as before"
+    run_step(body, leaves, manager)
+    assert round(manager.clock.step_ms() / minute) == 2, "of a step that is not recorded it is the same"
 
 
 def test_tensors_of_an_earlier_step_belong_to_the_base(sim):

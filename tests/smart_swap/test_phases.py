@@ -55,18 +55,32 @@ def test_by_default_tries_go_on_while_they_gain_8_at_most():
     assert it.plan is it.tries[-1].plan
 
 
-def test_on_a_device_every_measured_step_follows_one_of_the_same_plan():
+def test_on_a_device_steps_of_the_same_plan_come_before_the_one_that_is_recorded():
     """What it measures is neither of an allocator that has yet to meet the plan nor of a device that has rested."""
     it, orders = search(settles=True), []
     while it.phase is not Phase.STABLE:
-        orders.append(it.next_step())
+        orders.append((it.next_step(), it.times, it.plan))
         run(it, TRACE if orders[1:] else FIRST)
-    assert [order.record for order in orders[:3]] == [True, False, True]  # the very first only shows what there is
-    for before, order in zip(orders[:-1], orders[1:], strict=True):
-        if order.record:
-            assert not before.record and before.plan is order.plan
-    assert len(orders) == 3 + 2 * len(it.tries) <= 19
+    shown = [(order.record, times) for order, times, _ in orders]
+    # The very first only shows what there is; then WarmUp; then for each try one that settles, one that is timed.
+    assert shown == [(True, False), (False, True), (True, False)] + len(it.tries) * [
+        (False, False), (False, True), (True, False),
+    ]  # fmt: skip
+    assert all(len({id(plan) for _, _, plan in orders[i : i + 3]}) == 1 for i in range(3, len(orders), 3))
+    assert len(it.tries) >= 1
     assert run(it, TRACE) is it.plan and it.stable.steps == 1
+
+
+def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
+    it = search(settles=True)
+    told = [100.0, 90.0, 110.0]
+    for number in range(3):
+        run(it, TRACE if number else FIRST)
+    while it.phase is not Phase.STABLE:
+        step = executed(TRACE, it.plan) if it.next_step().record else None
+        slowly = replace(step, step_ms=1000.0 * (1 + len(it.tries))) if step else None
+        it.after_step(StepStats(saved=SAVED), slowly, told[min(2, len(it.tries))] if it.times else None)
+    assert [tried.step_ms for tried in it.tries] == told[: len(it.tries)]
 
 
 def test_who_says_when_stable_begins_counts_steps():

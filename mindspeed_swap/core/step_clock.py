@@ -1,0 +1,47 @@
+"""StepClock: when steps begin and end, by events on the compute stream."""
+from __future__ import annotations
+
+from mindspeed_swap.core.accelerator.base import Accelerator, Event
+from mindspeed_swap.core.recorder import Recorder
+
+# Of a step. What takes longer between two is no part of them: an evaluation, a checkpoint.
+MOST_BETWEEN_SHARE = 0.1
+
+
+class StepClock:
+    """A step takes as long as it is from the end of the one before to its own: what the trainer does in between counts.
+    Where that one was recorded, the time between was another, as plans are made there. It is then taken to be the least
+    that has been seen."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._began: Event = None
+        self._ended: Event = None  # the last step, if it was not recorded
+        self._between_ms: float | None = None
+
+    def begin(self) -> None:
+        self._began = self._now()
+
+    def before(self) -> Event:
+        """When the step before was over, for the first who asks; None if it was recorded."""
+        ended, self._ended = self._ended, None
+        return ended
+
+    def end(self, recorder: Recorder | None) -> None:
+        """``recorder``: of a step that was recorded. Its trace is finished."""
+        if recorder is None:
+            self._ended = self._now()
+            return
+        most = MOST_BETWEEN_SHARE * recorder.trace.step_ms
+        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None and each <= most]
+        if found:
+            self._between_ms = min(found)
+            recorder.trace.step_ms += self._between_ms
+
+    def step_ms(self) -> float:
+        """Of the last step, which was not recorded. Waits for it."""
+        self._accelerator.synchronize(self._ended)
+        return self._accelerator.elapsed_ms(self._began, self._ended) + (self._between_ms or 0.0)
+
+    def _now(self) -> Event:
+        return self._accelerator.record(self._accelerator.compute_stream())
