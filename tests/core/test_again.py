@@ -129,6 +129,52 @@ def test_predicted_peak_is_measured(sim):
         assert 0.99 * measured <= simulate(again, plan).peak <= 1.05 * measured
 
 
+def test_what_nobody_saves_is_kept_by_whom_it_is_given_to(sim):
+    """As in the step that was recorded, where it is an input of the second module and nothing that the first frees."""
+
+    class FromUnsaved(Blocks):
+        def block(self, hidden, up, down):
+            def user(made):
+                made = made * 2.0
+                for _ in range(6):
+                    made = torch.nn.functional.silu(made) + 0.1
+                return made
+
+            def maker(hidden):
+                return torch.nn.functional.gelu(hidden @ up) @ down
+
+            return self.call("user", user, self.call("maker", maker, hidden))
+
+    model, manager = FromUnsaved(8), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    assert all(module.input_bytes for module in trace.modules if module.key.name == "user")
+    trace.has_optimizer_state = True
+    plan = plan_of(trace, "maker", "user", layers=range(1, 9))
+    outcome = model.step(manager, plan)
+    assert_same(outcome, plain)
+    assert simulate(trace, plan).peak == pytest.approx(outcome.peak_bytes, rel=0.05)
+    assert_nothing_left(manager)
+
+
+def test_a_module_has_not_made_what_it_was_given(sim):
+    class GivesBack(Blocks):
+        def block(self, hidden, up, down):
+            def through(x):
+                return torch.nn.functional.gelu(x * 1.5) @ up, x
+
+            made, given = self.call("through", through, hidden * 1.0)
+            return hidden + made @ down + torch.nn.functional.silu(given)  # only now saved
+
+    model, manager = GivesBack(), new_manager(sim)
+    plain = model.step(None)
+    plan = plan_of(model.step(manager, record=True).trace, "through")
+    outcome = model.step(manager, plan)
+    assert_same(outcome, plain)
+    assert outcome.stats.recomputed_calls == LAYERS
+    assert_nothing_left(manager)
+
+
 def test_stops_when_all_is_there(sim):
     """The product behind what was saved last is not computed again: not run, and its time not counted."""
 

@@ -7,9 +7,9 @@ from traces import LLAMA_MODULES, MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.lanes import Copy
 from mindspeed_swap.core.plan import Plan, Recompute
-from mindspeed_swap.core.recompute import WHOLE_LAYER, modules_of
-from mindspeed_swap.core.simulate import simulate
-from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, floor, solve
+from mindspeed_swap.core.recompute import WHOLE_LAYER, as_they_run, full_recompute, modules_of
+from mindspeed_swap.core.simulate import memory_curve, simulate
+from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, StepTrace
 
 NAME = ModuleKey(0, 0, 1, "mlp")
@@ -61,6 +61,33 @@ def test_what_another_one_is_run_from_is_made_first() -> None:
     assert swapped.h2d == [Copy(key(0), 40.0, 50.0)] and swapped.stall_ms == 0.0
     late = simulate(trace, recompute(trace, plan_of(trace, (0, 3, 7))))
     assert late.h2d == [Copy(key(0), 50.0, 60.0)] and late.late_loads == [key(0)]
+
+
+def test_of_modules_inside_one_another_none_is_run_from_what_the_outer_one_frees() -> None:
+    """It would be kept for the inner one."""
+    trace = trace_of((100, 1, 8, 9), (200, 2, 7, 9), (400, 3, 5, 6))
+    trace.modules = [
+        ModuleRecord(ModuleKey(0, 0, 1, "mlp.act"), 1.0, 2, 4, [key(2)], [key(1)]),
+        ModuleRecord(ModuleKey(0, 0, 1, "mlp"), 2.0, 1, 4, [key(1)], [key(0)]),
+    ]
+    with pytest.raises(ValueError, match="overlaps"):
+        simulate(trace, recompute(trace))
+    assert len(full_recompute(modules_of(trace))) == 1
+
+
+def test_everything_recomputed_is_tried_with_chains_and_without() -> None:
+    """What others are run from comes back early, and the peak may be there."""
+    trace = trace_of((100, 1, 8, 9), (200, 2, 7, 9), (400, 3, 5, 6))
+    trace.points[6].peak_bytes += 500
+    trace.modules = [
+        ModuleRecord(ModuleKey(0, 0, 1, "norm"), 1.0, 1, 2, [key(1)], [key(0)]),
+        ModuleRecord(ModuleKey(0, 0, 1, "product"), 4.0, 2, 4, [key(2)], [key(1)]),
+    ]
+    peaks = [max(memory_curve(trace, (), as_they_run(trace, full_recompute(modules_of(trace), chains=chains))))
+             for chains in (True, False)]  # fmt: skip
+    found = {sum(corner.flags): corner.peak for corner in _Solver(trace, ALL_VERBS).corners if not corner.placed}
+    assert peaks == [found[2], found[1]]
+    assert _Solver(trace, ALL_VERBS)._full_recompute()[1] == min(peaks)
 
 
 def test_a_plan_that_recomputes_what_is_not_there_is_refused() -> None:

@@ -142,6 +142,25 @@ swap_config:
     assert planned.plan.prediction is not None
 
 
+def test_two_recomputed_ones_may_free_the_same(plan):
+    """What one makes and the other, which gets it past its arguments, saves."""
+
+    class Shared(Step):
+        def trace(self):
+            trace = super().trace()
+            of = {module.key[2:]: module for module in trace.modules}
+            of[1, "pre_mlp_layernorm"].frees.append(of[1, "mlp"].frees[0])
+            return trace
+
+    text = """
+recompute_config: {select_recompute: {ffn_norm: True, feed_forward: True}}
+swap_config: {swap: False}
+"""
+    _, planned = plan(text, Shared())
+    assert {r.key.name for r in planned.plan.recomputes} == {"pre_mlp_layernorm", "mlp"}
+    assert planned.plan.prediction is None
+
+
 def test_an_operator_whose_output_a_recomputed_one_runs_from_is_not_swapped(plan):
     text = """
 recompute_config: {select_recompute: {feed_forward: [0]}}
