@@ -96,7 +96,7 @@ def scaled(table: Table, ranks: int, device: str) -> Table:
 
     def fewer(size: Size) -> Size:
         pp = min(size.pp, 2)
-        tp = ranks // pp if size.tp > 1 else 1
+        tp = max(1, ranks // pp) if size.tp > 1 else 1
         layers = max(size.layers * pp // size.pp, pp * size.vpp) if size.layers <= 8 else 8
         small = replace(size, layers=layers, tp=tp, pp=pp, ranks=ranks, gbs=size.gbs // size.mbs)
         if device == SIM:
@@ -106,8 +106,14 @@ def scaled(table: Table, ranks: int, device: str) -> Table:
     return replace(table, before=fewer(table.before), after=fewer(table.after))
 
 
-def tables(ranks: int, device: str) -> list[Table]:
-    return [table if ranks == 8 and device == GPU else scaled(table, ranks, device) for table in FULL_SIZE]
+def tables(ranks: int, device: str) -> list[tuple[Table, Table]]:
+    """(as it is run on so many ranks, its full size). One rank has no stages, nor tensor parallelism to do without."""
+    found = []
+    for full in FULL_SIZE:
+        table = full if ranks == 8 and device == GPU else scaled(full, ranks, device)
+        if ranks > 1 or (full.before.pp == 1 and full.before.tp == full.after.tp):
+            found.append((table, full))
+    return found
 
 
 def predict(table: Table, full: Table, folder: Path) -> dict[str, Any]:

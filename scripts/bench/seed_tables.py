@@ -1,13 +1,13 @@
 """Adaptive memory against full recompute, and SmartSwap in place of tensor parallelism and of recompute, in the columns
 of MindSpeed's own tables (feature, parameters, devices, TFLOPs, gain).
 
-    python scripts/bench/seed_tables.py --run 2 --out runs/bench [--minutes 9]      (GPUs: 2, 4 or 8)
+    python scripts/bench/seed_tables.py --run 2 --out runs/bench [--minutes 9]      (GPUs: 1, 2, 4 or 8)
     python scripts/bench/seed_tables.py --run 2 --device sim --out runs/bench       (ranks of the simulated device)
     python scripts/bench/seed_tables.py --results docs/results --page docs/seed_tables.md
 
-8 devices run the tables' own sizes. Fewer run the same layouts scaled down, at 0.8 of the peak that plain training
-takes there, as those small models would fit without any feature. From a scaled run the full size is predicted, not run:
-its recorded step with bytes and times scaled by the model's sizes.
+8 devices run the tables' own sizes. Fewer run the same layouts scaled down (one: those without stages), at 0.8 of the
+peak that plain training takes there, as those small models would fit without any feature. From a scaled run the full
+size is predicted, not run: its recorded step with bytes and times scaled by the model's sizes.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from points import PLAIN, Context  # noqa: E402
 from results import Results, read  # noqa: E402
 from run import Call, all_points  # noqa: E402
-from seed_sizes import ADAPTIVE, FULL_SIZE, Size, Table, predict, tables  # noqa: E402
+from seed_sizes import ADAPTIVE, Size, Table, predict, tables  # noqa: E402
 from table import grid  # noqa: E402
 from training import Job  # noqa: E402
 from workloads import GPU, SIM, Workload  # noqa: E402
@@ -43,7 +43,7 @@ class SeedCall(Call):
 
     def next_job(self, running: Job | None = None) -> Job | None:
         here = self.results.of(self.machine["id"])
-        for table, full in zip(tables(self.args.run, self.args.device), FULL_SIZE, strict=True):
+        for table, full in tables(self.args.run, self.args.device):
             if None not in compared(self.results, table, self.args.run):
                 continue
             after = [f"{table.feature}@{name}" if name != PLAIN else name for name in self._after()]
@@ -71,8 +71,8 @@ _PREDICTED = ("feature", "from devices", "full recompute ms", "feature ms", "gai
 
 def page(results: Results, device: str) -> str:
     ran, predicted = [], []
-    for ranks in (8, 4, 2) if device == GPU else (4, 2):
-        for table in tables(ranks, device):
+    for ranks in (8, 4, 2, 1) if device == GPU else (4, 2, 1):
+        for table, _ in tables(ranks, device):
             ran.append(_row(table, ranks, *compared(results, table, ranks)))
             if ranks < 8 and table.feature == ADAPTIVE:
                 source = results.latest(name_of(table, ranks, "after"), "adaptive@nothing") or {}
@@ -126,7 +126,7 @@ def _speed(record: Any, size: Size) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=int, choices=(2, 4, 8), help="devices to run on")
+    parser.add_argument("--run", type=int, choices=(1, 2, 4, 8), help="devices to run on")
     parser.add_argument("--out", type=Path, help="folder of the result file of a run")
     parser.add_argument("--known", "--results", type=Path, action="append", default=[], help="folders of results")
     parser.add_argument("--minutes", type=float, default=9.0)

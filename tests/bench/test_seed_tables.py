@@ -14,9 +14,11 @@ from mindspeed_swap.core.trace import StepTrace
 RECORDED = Path(__file__).resolve().parents[1] / "core" / "fixtures" / "one_rank_modules.json.gz"
 
 
-@pytest.mark.parametrize("ranks, device", [(8, "gpu"), (4, "gpu"), (2, "gpu"), (4, "sim"), (2, "sim")])
+@pytest.mark.parametrize("ranks, device", [(8, "gpu"), (4, "gpu"), (2, "gpu"), (1, "gpu"), (4, "sim"), (2, "sim")])
 def test_layouts(ranks, device):
-    for table in tables(ranks, device):
+    found = tables(ranks, device)
+    assert [full for _, full in found] == ([FULL_SIZE[i] for i in (0, 1, 5)] if ranks == 1 else list(FULL_SIZE))
+    for table, _ in found:
         for size in (table.before, table.after):
             assert size.ranks == ranks and ranks % (size.tp * size.pp) == 0, table.key
             assert size.layers % (size.pp * size.vpp) == 0, table.key
