@@ -4,11 +4,16 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from workloads import GPU
+
+from mindspeed_swap.version import __version__
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -30,9 +35,9 @@ def describe(device: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "megatron-core", "transformer-engine", "torchtune", "torchao", "mindspeed-swap"):
+    for package in ("torch", "megatron-core", "transformer-engine", "torchtune", "torchao"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return found
+    return found | {"mindspeed-swap": __version__}  # this checkout, installed or not
