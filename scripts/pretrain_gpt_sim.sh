@@ -85,5 +85,10 @@ for ((rank = 0; rank < nproc; rank++)); do
   ranks+=($!)
 done
 for _ in "${ranks[@]}"; do
-  wait -n || exit $?  # the first failure ends all: see the trap
+  wait -n && continue
+  code=$?
+  # Of two that end in the same moment bash may tell of one only, and then that there are none left.
+  if [ "$code" = 127 ] && [ -z "$(jobs -pr)" ]; then break; fi
+  exit "$code"  # the first failure ends all: see the trap
 done
+for rank in "${ranks[@]}"; do wait "$rank" || exit $?; done
