@@ -62,10 +62,7 @@ class Recorder:
     That is in no time of the trace; what it hides is, the host's way to the first point.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0, since: Event = None
-    ) -> None:
-        """``since``: when the step before was over."""
+    def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
         self._accelerator = accelerator
         self._sole_count = sole_holder_count()
         self._marks: list[Any] = []
@@ -82,12 +79,11 @@ class Recorder:
         self.trace = trace
         self.host_ms = 0.0  # that recording has taken
         accelerator.take_interval()
-        self._since = since
-        self.between_ms: float | None = None  # from the end of the step before to the begin of this one
-        self._begin = self._start = accelerator.record(accelerator.compute_stream())
+        self._head_start: Event = None
         if head_start_ms:
+            self._head_start = accelerator.record(accelerator.compute_stream())
             accelerator.occupy(head_start_ms)
-            self._start = accelerator.record(accelerator.compute_stream())
+        self._start = accelerator.record(accelerator.compute_stream())
         self._begun = perf_counter()
         self._lag_ms = 0.0  # of the host at the first point
 
@@ -219,8 +215,8 @@ class Recorder:
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
         hidden_ms = 0.0
-        if self._start is not self._begin:
-            hidden_ms = min(self._lag_ms, self._accelerator.elapsed_ms(self._begin, self._start))
+        if self._head_start is not None:
+            hidden_ms = min(self._lag_ms, self._accelerator.elapsed_ms(self._head_start, self._start))
 
         def since_start(event: Event) -> float:
             return hidden_ms + self._accelerator.elapsed_ms(self._start, event)
@@ -240,8 +236,6 @@ class Recorder:
                 wait = next(waits, None)
             point.time_ms = since_start(mark) - trace.stall_ms
         trace.step_ms = since_start(end)
-        if self._since is not None:
-            self.between_ms = self._accelerator.elapsed_ms(self._since, self._begin)
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

@@ -15,28 +15,27 @@ class StepClock:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self._before: Event = None  # end of the step before this one; None if it was recorded
         self._began: Event = None
-        self._ended: Event = None  # the last step, if it was not recorded
+        self._ended: Event = None  # likewise of the last step
         self._between_ms: float | None = None
 
     def begin(self) -> None:
+        self._before, self._ended = self._ended, None
         self._began = self._now()
-
-    def before(self) -> Event:
-        """When the step before was over, for the first who asks; None if it was recorded."""
-        ended, self._ended = self._ended, None
-        return ended
 
     def end(self, recorder: Recorder | None) -> None:
         """``recorder``: of a step that was recorded. Its trace is finished."""
         if recorder is None:
             self._ended = self._now()
             return
-        most = MOST_BETWEEN_SHARE * recorder.trace.step_ms
-        found = [each for each in (self._between_ms, recorder.between_ms) if each is not None and each <= most]
+        trace, found = recorder.trace, [] if self._between_ms is None else [self._between_ms]
+        if self._before is not None:
+            found.append(self._accelerator.elapsed_ms(self._before, self._began))
+        found = [each for each in found if each <= MOST_BETWEEN_SHARE * trace.step_ms]
         if found:
             self._between_ms = min(found)
-            recorder.trace.step_ms += self._between_ms
+            trace.step_ms += self._between_ms
 
     def step_ms(self) -> float:
         """Of the last step, which was not recorded. Waits for it."""

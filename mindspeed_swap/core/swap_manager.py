@@ -103,8 +103,7 @@ class SwapManager:
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._releases, self._prefetches = keys_by_position(self._swaps.values())
             self._strays.begin(read_order)
-        before = self.clock.before()
-        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms, before) if trace else None
+        self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
