@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,17 +27,15 @@ from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.front_end import FineGrained
+from mindspeed_swap.kept_plans import KeptPlans, loaded_plans
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.model_state import has_state, owned_by, with_gradients
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
-from mindspeed_swap.smart_swap.plan_cache import PlanCache
-from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
-from mindspeed_swap.units import MIB, format_bytes
-from mindspeed_swap.version import __version__
+from mindspeed_swap.units import format_bytes
 from mindspeed_swap.virtual_optimizer.overlap import Overlap
 from mindspeed_swap.virtual_optimizer.virtual_optimizer import VirtualOptimizer
 
@@ -67,7 +64,7 @@ class Runtime:
     manager: SwapManager
     shapes: Shapes | None = None
     fine: FineGrained | None = None
-    _cache: PlanCache | None = None
+    _kept: KeptPlans
 
     def __init__(self, options: Options, host_budget_bytes: int) -> None:
         self._options = options
@@ -93,13 +90,10 @@ class Runtime:
         capacity = self._accelerator.memory().capacity_bytes
         if self._options.swap_config is not None:
             self.fine = FineGrained(self._options.swap_config, rank())
-        plans, self._failed = _loaded_plans(self._options), set[str]()
-        if self._options.plan_cache:
-            self._cache = PlanCache(self._options.plan_cache, self._cache_key(capacity), rank())
-            plans, self._failed = self._cache.load(self._options.model)
+        self._kept = KeptPlans(self._options, self._accelerator.name, capacity)
         settles = self._accelerator.name != "sim"
-        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._failed, settles=settles)
-        self.shapes = Shapes(capacity, self._options.policy, plans, search)
+        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._kept.failed, settles=settles)
+        self.shapes = Shapes(capacity, self._options.policy, self._kept.plans, search)
         self._models: list[Any] = []
         self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
@@ -167,7 +161,7 @@ class Runtime:
         if changed:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=search.phase is Phase.STABLE)
-            self._save_plans()
+            self._kept.save(self.shapes)
 
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None
@@ -274,26 +268,6 @@ class Runtime:
         self._overlap = overlap if told else None
 
     # ---- the rest
-    def _cache_key(self, capacity_bytes: int) -> dict[str, object]:
-        return {
-            "model": self._options.model,
-            "policy": self._options.policy,
-            "device": self._accelerator.name,
-            "capacity_mib": capacity_bytes // MIB,
-            "torch": torch.__version__,
-            "release": __version__,
-        }
-
-    def _save_plans(self) -> None:
-        plans = self.shapes.stable_plans() if self.shapes else {}
-        try:
-            if self._options.plan_save is not None and plans:
-                save_plans(_rank_file(self._options.plan_save), rank(), plans)
-            if self._cache is not None:
-                self._cache.save(plans, self._failed)
-        except OSError as error:
-            say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
-
     def _why_out_of_memory(self) -> str:
         """The allocator's message knows nothing of what was tried, nor of our settings."""
         assert self.shapes is not None
@@ -327,6 +301,8 @@ class Runtime:
     def close(self) -> None:
         """Give everything back: threads, page-locked memory, the allocator's hook. Idempotent."""
         self.report(with_trace=True)
+        if self.shapes:
+            self._kept.save_unfinished(self.shapes)
         if self.fine:
             self.fine.close()
         if self.smart_swap:
@@ -339,14 +315,6 @@ class Runtime:
 
 def _may_hook() -> bool:
     return os.environ.get(HOOK_VARIABLE, "1") != "0"
-
-
-def _rank_file(path: str) -> Path:
-    return rank_file(path, rank(), int(os.environ.get("WORLD_SIZE", "1")))
-
-
-def _loaded_plans(options: Options) -> dict[Shape, Plan]:
-    return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
 
 
 _options: Options | None = None
@@ -364,7 +332,7 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
-    _loaded_plans(options)  # what is wrong with the file is said before anything is built
+    loaded_plans(options)  # what is wrong with the file is said before anything is built
     prepare_device(options.names)
     if options.report_dir:
         check_directory(options.report_dir)

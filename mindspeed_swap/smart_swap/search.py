@@ -205,6 +205,14 @@ class SmartSwap:
             self._unrecorded = 1 if self._afresh else UNRECORDED_STEPS
         return changed
 
+    @property
+    def best_plan(self) -> Plan | None:
+        """What ``Stable`` runs or, before that, would run if the search ended here. None: nothing tried went well."""
+        if self.phase is Phase.STABLE:
+            return self.plan
+        best = self._best() if self.tries else None
+        return best.plan if best and not best.rank[0] else None
+
     # ---- with the other ranks
     def _state(self) -> float:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)

@@ -106,11 +106,15 @@ class Shapes:
 
     def stable_plans(self) -> dict[Shape, Plan]:
         """Of all shapes met whose search is over."""
-        return {
-            shape: search.plan
-            for shape, search in self._searches.items()
-            if search.phase is Phase.STABLE and search.plan is not None
-        }
+        return self._plans(lambda search: search.plan if search.phase is Phase.STABLE else None)
+
+    def best_plans(self) -> dict[Shape, Plan]:
+        """Of all shapes met: where the search is not over, the best try so far that was without fault."""
+        return self._plans(lambda search: search.best_plan)
+
+    def _plans(self, of: Callable[[SmartSwap], Plan | None]) -> dict[Shape, Plan]:
+        found = {shape: of(search) for shape, search in self._searches.items()}
+        return {shape: plan for shape, plan in found.items() if plan is not None}
 
 
 def _name(shape: Shape) -> int:

@@ -1,0 +1,72 @@
+"""Plans that outlive the run: what ``--swap-plan``, ``--swap-plan-save`` and ``--swap-plan-cache`` read and write."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.log import rank, say
+from mindspeed_swap.options import Options
+from mindspeed_swap.smart_swap.plan_cache import PlanCache
+from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
+from mindspeed_swap.smart_swap.shapes import Shapes
+from mindspeed_swap.units import MIB
+from mindspeed_swap.version import __version__
+
+
+class KeptPlans:
+    """``plans``: to run without a search. ``failed``: digests of plans that did not fit, which the search adds to."""
+
+    def __init__(self, options: Options, device: str, capacity_bytes: int) -> None:
+        self._file = _rank_file(options.plan_save) if options.plan_save else None
+        self._cache: PlanCache | None = None
+        self.plans, self.failed = loaded_plans(options), set[str]()
+        if options.plan_cache:
+            key = {
+                "model": options.model,
+                "policy": options.policy,
+                "device": device,
+                "capacity_mib": capacity_bytes // MIB,
+                "torch": torch.__version__,
+                "release": __version__,
+            }
+            self._cache = PlanCache(options.plan_cache, key, rank())
+            self.plans, self.failed = self._cache.load(options.model)
+
+    def save(self, shapes: Shapes) -> None:
+        """A search went on, or is over."""
+        plans = shapes.stable_plans()
+        try:
+            if self._file and plans:
+                save_plans(self._file, rank(), plans)
+            if self._cache is not None:
+                self._cache.save(plans, self.failed)
+        except OSError as error:
+            say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
+
+    def save_unfinished(self, shapes: Shapes) -> None:
+        """Training is over. Whoever asked for a file gets one, though of a search that is not over; the cache does
+        not: the next run would not search on."""
+        plans, stable = shapes.best_plans(), shapes.stable_plans()
+        if self._file is None or (plans == stable and plans):
+            return
+        if not plans:
+            say("--swap-plan-save: no plan was found, nothing is written")
+            return
+        try:
+            save_plans(self._file, rank(), plans)
+        except OSError as error:
+            say(f"--swap-plan-save: plan not written: {error}", every_rank=True)
+        else:
+            say("--swap-plan-save: training ended before the search did: the best plan so far is written")
+
+
+def _rank_file(path: str) -> Path:
+    return rank_file(path, rank(), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def loaded_plans(options: Options) -> dict[Shape, Plan]:
+    """Of ``--swap-plan``. Raises SettingError."""
+    return load_plans(_rank_file(options.plan_file), rank(), options.model) if options.plan_file else {}
