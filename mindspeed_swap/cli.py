@@ -85,7 +85,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _what_if(args: argparse.Namespace) -> int:
-    from mindspeed_swap.report.what_if import what_if
+    from mindspeed_swap.report.command import what_if
 
     return what_if(args.path, args.budgets, args.host_memory, args.picture)
 

@@ -1,10 +1,13 @@
-"""``mindspeed-swap report DIR``: one page and one PNG per picture."""
+"""``mindspeed-swap report DIR``, one page and one PNG per picture, and ``mindspeed-swap what-if DIR|TRACE``."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.reader import read
+from mindspeed_swap.report.what_if import explained, frontier, read_traces, table
+from mindspeed_swap.units import parse_bytes
 
 
 def make_report(directory: str, out: str | None, run: str | None) -> int:
@@ -28,3 +31,25 @@ def make_report(directory: str, out: str | None, run: str | None) -> int:
     for problem in files.problems:
         print(f"missing: {problem}")
     return 1 if files.problems else 0
+
+
+def what_if(
+    path: str, budgets: Sequence[str] = (), host_memory_gib: float | None = None, picture: str | None = None
+) -> int:
+    """Print the table. Returns the exit code. Raises SettingError for what is not a trace and for wrong budgets."""
+    if picture:
+        from mindspeed_swap.report import pictures  # tells in one line that matplotlib is needed
+    wanted = [parse_bytes(text, "--budgets") for text in budgets]
+    host = None if host_memory_gib is None else int(host_memory_gib * (1 << 30))
+    traces = read_traces(path)
+    found = frontier(traces, wanted, host)
+    print(table(found))
+    if len(wanted) == 1:
+        print("\n".join(explained(traces, wanted[0], host)))
+    if picture:
+        try:
+            pictures.png(lambda size: pictures.frontier(found, size), picture)
+        except (OSError, ValueError) as error:
+            raise SettingError(f"--picture: {error}") from None
+        print(picture)
+    return 0

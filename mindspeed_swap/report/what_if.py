@@ -16,8 +16,8 @@ from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.smart_swap.search import RESERVE_SHARE
-from mindspeed_swap.units import format_bytes, parse_bytes
+from mindspeed_swap.smart_swap.policy import RESERVE_SHARE
+from mindspeed_swap.units import format_bytes
 
 TRACE_FILE = "step_trace.json"
 POINTS = 8
@@ -39,28 +39,6 @@ class Frontier:
     peak_bytes: int  # of the rank that needs most, when everything is kept
     floors: dict[str, Floor]  # by curve, of the rank whose plans reach least
     answers: dict[int, dict[str, Answer]]  # by budget, descending, and curve
-
-
-def what_if(
-    path: str, budgets: Sequence[str] = (), host_memory_gib: float | None = None, picture: str | None = None
-) -> int:
-    """Print the table. Returns the exit code. Raises SettingError for what is not a trace and for wrong budgets."""
-    if picture:
-        from mindspeed_swap.report import pictures  # tells in one line that matplotlib is needed
-    wanted = [parse_bytes(text, "--budgets") for text in budgets]
-    host = None if host_memory_gib is None else int(host_memory_gib * (1 << 30))
-    traces = read_traces(path)
-    found = frontier(traces, wanted, host)
-    print(table(found))
-    if len(wanted) == 1:
-        print("\n".join(explained(traces, wanted[0], host)))
-    if picture:
-        try:
-            pictures.png(lambda size: pictures.frontier(found, size), picture)
-        except (OSError, ValueError) as error:
-            raise SettingError(f"--picture: {error}") from None
-        print(picture)
-    return 0
 
 
 def read_traces(path: str) -> list[StepTrace]:
