@@ -1,5 +1,6 @@
 """Options and markers of the suite."""
 import functools
+import os
 import sys
 
 import pytest
@@ -10,6 +11,11 @@ NOT_TRACED = ("test_golden_plans.py", "test_planner_cost.py", "test_solve.py", "
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the whole matrix of layouts, not each layout once")
+
+
+def pytest_configure(config):
+    if config.getoption("--full"):
+        os.environ["MINDSPEED_TESTS_COLD"] = "1"  # see tests/warm: every process starts from nothing
 
 
 @functools.cache

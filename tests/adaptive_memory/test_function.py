@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm_python import python
 
 from mindspeed_swap.adaptive_memory import adapt_mem_func_wrapper
 
@@ -59,7 +60,7 @@ def run(program: str, *flags: str, **extra: str) -> subprocess.CompletedProcess[
         "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
     } | extra  # fmt: skip
     return subprocess.run(
-        [sys.executable, program, *flags], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        [python(), program, *flags], env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )
 
 

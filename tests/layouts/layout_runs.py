@@ -18,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from layouts import LAYOUTS, Layout
-
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "warm"))  # where this is the program
+
+from layouts import LAYOUTS, Layout  # noqa: E402
+from warm_python import python  # noqa: E402
+
 REPOSITORY = HERE.parents[1]
 SCRIPT = REPOSITORY / "scripts" / "pretrain_gpt_sim.sh"
 SMART_SWAP, ADAPTIVE = "--smart-swap", "--adaptive-memory-optimization"
@@ -93,7 +96,7 @@ class Trainer:
         path = [str(REPOSITORY), str(HERE / "stand_in"), os.environ.get("PYTHONPATH", "")]
         environment = kept | {
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
-            "PYTHON": sys.executable,
+            "PYTHON": python(),
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
             "DATA": self._data,

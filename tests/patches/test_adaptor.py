@@ -4,10 +4,10 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
+from warm_python import python
 
 pytest.importorskip("megatron.training")
 
@@ -15,7 +15,7 @@ pytest.importorskip("megatron.training")
 def run(code: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MINDSPEED_SWAP")}
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *argv],
+        [python(), "-c", textwrap.dedent(code), *argv],
         env={**clean, "PYTHONWARNINGS": "ignore", **env}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 

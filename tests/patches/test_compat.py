@@ -5,9 +5,9 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 
 import pytest
+from warm_python import python
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.patches import arguments, compat
@@ -106,7 +106,7 @@ def answers() -> list:
     asked = [f"{OURS.get(ours, ours)} {typed}" for ours in COMPAT for _, typed, _ in lines(ours)]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_SWAP")}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, json.dumps(asked)],
+        [python(), "-c", PROGRAM, json.dumps(asked)],
         env=clean | {"PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import python
 
 pytest.importorskip("megatron.training")
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -28,7 +28,7 @@ def run(imports: str, code: str, *argv: str, **settings: str) -> str:
     environment["PYTHONWARNINGS"] = "ignore"
     environment["PYTHONPATH"] = os.pathsep.join([str(STAND_IN), environment.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(imports=imports) + code, *argv], env=environment | settings,
+        [python(), "-c", PROGRAM.format(imports=imports) + code, *argv], env=environment | settings,
         capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -104,6 +104,6 @@ def test_a_mindspeed_that_cannot_be_imported_is_left_alone(tmp_path):
     (tmp_path / "mindspeed" / "__init__.py").write_text("import torch_npu_that_is_not_there\n")
     code = "import mindspeed_swap.megatron_adaptor"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([python(), "-c", code], env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert "its flags are left alone" in done.stdout and "torch_npu_that_is_not_there" in done.stdout

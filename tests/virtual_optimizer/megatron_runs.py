@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warm_python import python
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHAPE = {"LAYERS": "2", "HIDDEN": "64", "SEQ": "64", "MBS": "2", "GBS": "4", "ITERS": "4"}
 TIMEOUT_SECONDS = 240  # generous: a hang, not a slow machine
@@ -41,18 +43,18 @@ def command(folder: Path, *flags: str) -> list[str]:
     return ["bash", script, *flags, *report, "--measure-file", str(folder / "run{rank}.json")]
 
 
-def environment(python: str = sys.executable, **extra: str) -> dict[str, str]:
+def environment(program: str = sys.executable, **extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MINDSPEED_SWAP_", "OMP_"))}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return kept | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHON": python} | SHAPE | extra
+    return kept | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "PYTHON": program} | SHAPE | extra
 
 
 def pretrain(folder: Path, *flags: str, distributed_optimizer: bool = True, **extra: str) -> Run:
     """Trains in ``folder``; ``extra`` is environment: the script's settings. An error ends up in ``code``."""
     folder.mkdir(parents=True, exist_ok=True)
-    python = sys.executable if distributed_optimizer else str(_without_flag(folder))
+    program = python() if distributed_optimizer else str(_without_flag(folder))
     done = subprocess.run(
-        command(folder, *flags), env=environment(python, **extra), capture_output=True, text=True,
+        command(folder, *flags), env=environment(program, **extra), capture_output=True, text=True,
         timeout=TIMEOUT_SECONDS, check=False,
     )  # fmt: skip
     count = int(extra.get("NPROC", "1"))
@@ -73,7 +75,7 @@ def _without_flag(folder: Path) -> Path:
     file = folder / "python.sh"
     file.write_text(
         '#!/bin/bash\nkept=()\nfor a in "$@"; do [ "$a" = --use-distributed-optimizer ] || kept+=("$a"); done\n'
-        f'exec {sys.executable} "${{kept[@]}}"\n'
+        f'exec {python()} "${{kept[@]}}"\n'
     )
     file.chmod(0o755)
     return file
