@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve
@@ -27,7 +27,7 @@ from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
-from mindspeed_swap.smart_swap.planning import Planned, host_need, make_plan
+from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
@@ -118,6 +118,13 @@ class StableCounters:
     skipped_prefetches: int = 0
 
 
+# What deciding changes, of a search.
+_DECIDED = (
+    "plan", "phase", "target_bytes", "_extra_bytes", "_learned_reserve_bytes", "_accepted_trouble", "_kept_try",
+    "_told", "_lines",
+)  # fmt: skip
+
+
 class _Facts(NamedTuple):
     """Of a step, on the rank that fared worst. ``together``: all peers are in the same state, so they decide alike."""
 
@@ -163,14 +170,14 @@ class SmartSwap:
     _unrecorded: int = 0  # so many of the next steps
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
+    _kept_try: int | None = None  # number of the try whose plan Stable runs
+    _lines: list[str] = field(default_factory=list)  # to be told
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
-    @classmethod
-    def from_plan(cls, plan: Plan, **given: object) -> SmartSwap:
-        """Runs a plan that was saved: no WarmUp, no search."""
-        search = cls(**given)  # type: ignore[arg-type]
-        search.plan, search.phase, search.target_bytes = plan, Phase.STABLE, plan.budget_bytes
-        return search
+    def run_saved(self, plan: Plan) -> SmartSwap:
+        """No WarmUp, no search: this plan, from the first step on."""
+        self.plan, self.phase, self.target_bytes = plan, Phase.STABLE, plan.budget_bytes
+        return self
 
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
@@ -228,6 +235,29 @@ class SmartSwap:
         together = worst[:2] == [-each for each in worst[2:4]]
         return _Facts(*(worst if together else values)[4:], together=together)
 
+    def _decide(self, facts: _Facts, decide: Callable[[], None]) -> None:
+        """Of ranks that are together the leader decides, once, and all follow: what each knows by itself (plans that
+        did not fit, what it tried while it was alone) may differ. Raises NoPlan."""
+        decided: tuple[dict[str, Any], str] | None = None
+        if self.peers.leader or not facts.together:
+            error = ""
+            try:
+                decide()
+            except NoPlan as none:
+                error = str(none)
+            decided = {name: getattr(self, name) for name in _DECIDED}, error
+        if facts.together:
+            decided = self.peers.share(decided)
+        assert decided is not None
+        state, error = decided
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._tell_lines()
+        if error:
+            raise NoPlan(error)
+        if self.phase is Phase.STABLE and self._kept_try is not None:
+            self.shown = self.tries[self._kept_try].step
+
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
@@ -246,22 +276,26 @@ class SmartSwap:
             self.steps, trace.evicted_bytes, trace.stall_ms, len(trace.saved), len(candidates), sum(candidates),
             max(point.peak_bytes for point in trace.points),
         )  # fmt: skip
+        self._decide(facts, lambda: self._first_plan(trace, facts))
+        return True
+
+    def _first_plan(self, trace: StepTrace, facts: _Facts) -> None:
+        self._kept_try = None
         self._replan(trace, facts)
         if self.plan is not None and digest(self.plan) in self.failed:
             self._extra_bytes = self._reserve()
             with contextlib.suppress(NoPlan):
                 self._replan(trace, facts)
-        assert self.plan is not None
+        assert self.plan is not None and self.floor is not None
         if self.plan.text:
             self._enter(Phase.SEARCH, self.plan.text)
         elif facts.over <= 0:
             self._enter(Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}")
         else:
             self._enter(Phase.STABLE, "the policy lets nothing move")
-        return True
 
     def _replan(self, trace: StepTrace, facts: _Facts) -> None:
-        """Raises NoPlan. Where peers are together, the leader plans for the one that lacks most."""
+        """Raises NoPlan. Where peers are together it is for the one that lacks most."""
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
         shift = -int(self._peer_lacks_more) if facts.together else 0
@@ -269,23 +303,24 @@ class SmartSwap:
             soft = hard - self._learned_reserve_bytes
         spread = max(self._saved_bytes) - min(self._saved_bytes)
         self.target_bytes = min(soft, hard - spread)
-        planned = Planned(None)
-        if self.peers.leader or not facts.together:
-            # The reserve and what tries have added are caution, not need: without is still better than not at all.
-            budgets = sorted({each + shift for each in (self.target_bytes - self._extra_bytes, soft, hard)})
-            host = None if self.host_bytes is None else int(-facts.host_missing)
-            planned = make_plan(trace, self.policy, budgets, host)
-        if facts.together:
-            planned = self.peers.share(planned)
+        # The reserve and what tries have added are caution, not need: without is still better than not at all.
+        budgets = sorted({each + shift for each in (self.target_bytes - self._extra_bytes, soft, hard)})
+        host = None if self.host_bytes is None else int(-facts.host_missing)
+        planned = make_plan(trace, self.policy, budgets, host)
         if planned.plan is None:
             raise NoPlan(planned.text)
         if planned.text and planned.text != self._told:
             self._told = planned.text
-            self.tell(f"{self.policy.feature}: {planned.text}")
+            self._lines.append(f"{self.policy.feature}: {planned.text}")
         self.plan = planned.plan
 
+    def _tell_lines(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            self.tell(line)
+
     def _enter(self, phase: Phase, why: str) -> None:
-        self.tell(
+        self._lines.append(
             f"{self.policy.feature}: {self.phase.value} -> {phase.value} at step {self.steps}, "
             f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
         )
@@ -303,12 +338,17 @@ class SmartSwap:
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
         if trouble or over:
             self.failed.add(digest(self.plan))
+        self._decide(facts, lambda: self._go_on_or_end(trace, facts))
+        return True
+
+    def _go_on_or_end(self, trace: StepTrace, facts: _Facts) -> None:
         if self._may_go_on() and (self._again() or self._next_try(trace, facts)):
-            return True
+            return
         best = self._best()
-        self.plan, self._accepted_trouble, self.shown = best.plan, best.trouble, best.step
+        self.plan, self._accepted_trouble = best.plan, best.trouble
+        self._kept_try = next(number for number, tried in enumerate(self.tries) if tried is best)
         if self.policy.tries is not None and len(self.tries) < self.policy.tries:
-            return True  # nothing else to try, but the setting says when Stable begins
+            return  # nothing else to try, but the setting says when Stable begins
         self._enter(
             Phase.STABLE,
             f"best of {len(self.tries)} tries: {best.step_ms:.0f} ms, peak {format_bytes(best.peak_bytes)}, "
@@ -316,7 +356,6 @@ class SmartSwap:
             + (f", {best.trouble} evictions and loads on demand" if best.trouble else "")
             + (f", {format_bytes(best.over_bytes)} ABOVE the target" if best.over_bytes else ""),
         )
-        return True
 
     def _may_go_on(self) -> bool:
         return len(self.tries) < (MAX_TRIES if self.policy.tries is None else self.policy.tries)
@@ -401,4 +440,5 @@ class SmartSwap:
         self._bad_steps, self._afresh = 0, True
         self.tries.clear()
         self._enter(Phase.SEARCH, "the workload has changed")
+        self._tell_lines()
         return True

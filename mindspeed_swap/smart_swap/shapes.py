@@ -92,17 +92,15 @@ class Shapes:
         tell(f"{self._policy.feature}: {text}")
 
     def _new(self, shape: Shape) -> SmartSwap:
-        plan = self._saved.get(shape)
+        search, plan = self._search(self._capacity, self._policy, self.peers, _name(shape)), self._saved.get(shape)
         if plan is None:
             if self._searches and shape[1] == self._shape[1]:
                 self._tell(f"{shape[0]} microbatches from step {self.current.steps + 1} on: planned anew")
             elif self._searches:
                 self._tell(f"{_text(shape)} from step {self.current.steps + 1} on: planned anew")
-            return self._search(self._capacity, self._policy, self.peers, _name(shape))
+            return search
         self._tell(f"plan of the file: {plan.text}, no search")
-        return SmartSwap.from_plan(
-            plan, capacity_bytes=self._capacity, policy=self._policy, peers=self.peers, name=_name(shape)
-        )
+        return search.run_saved(plan)
 
     def stable_plans(self) -> dict[Shape, Plan]:
         """Of all shapes met whose search is over."""

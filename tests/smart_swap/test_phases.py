@@ -11,6 +11,7 @@ from traces import MIB, Shape, megatron_trace
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
 
@@ -278,7 +279,7 @@ def test_op_diff_thresh():
 def test_a_plan_that_was_saved_runs_at_once_and_drift_searches_again():
     first = search()
     settle(first, TRACE)
-    it = SmartSwap.from_plan(first.plan, capacity_bytes=CAPACITY)
+    it = search().run_saved(first.plan)
     order = it.next_step()
     assert order.plan is first.plan and not order.record
     for _ in range(2):
@@ -304,12 +305,14 @@ class Board:
         self.slots: list = [None] * count
         self.calls = 0
 
-    def exchange(self, rank: int, value):
-        self.slots[rank] = value
+    def exchange(self, rank: int, kind: str, value):
+        """Of real ranks, two that call different collectives wait for ever."""
+        self.slots[rank] = kind, value
         self.barrier.wait()
-        result = list(self.slots)
+        kinds, result = zip(*self.slots, strict=True)
         self.barrier.wait()
-        return result
+        assert len(set(kinds)) == 1, f"not the same collective on all ranks: {kinds}"
+        return list(result)
 
 
 class ThreadPeers(Peers):
@@ -319,7 +322,7 @@ class ThreadPeers(Peers):
 
     def _reduce(self, values):
         self.board.calls += 1
-        everybody = self.board.exchange(self.number, list(values))
+        everybody = self.board.exchange(self.number, "all_reduce", list(values))
         return [max(column) for column in zip(*everybody, strict=True)]
 
     def worst(self, values):
@@ -331,33 +334,44 @@ class ThreadPeers(Peers):
         return before
 
     def share(self, value):
-        return self.board.exchange(self.number, value)[0]
+        return self.board.exchange(self.number, "broadcast", value)[0]
 
 
-def together(traces, steps: int, stats=None, names=(0, 0), capacities=(CAPACITY, CAPACITY)):
-    """Both ranks in threads. Returns the searches, or raises what one of them raised."""
-    board = Board(2)
-    searches = [
-        SmartSwap(c, Policy(), ThreadPeers(board, r), names[r], tell=lambda text: None)
-        for r, c in enumerate(capacities)
-    ]
+def on_both(rank) -> None:
+    """``rank(number)`` in a thread for each. Raises what one of them raised."""
     failures: list[BaseException] = []
 
-    def rank(number: int) -> None:
+    def guarded(number: int) -> None:
         try:
-            for step in range(steps):
-                trace = traces[number] if step else replace(traces[number], has_optimizer_state=False)
-                run(searches[number], trace, stats(number, step) if stats else None)
+            rank(number)
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failures:
         raise failures[0]
+
+
+def together(
+    traces, steps: int, stats=None, names=(0, 0), capacities=(CAPACITY, CAPACITY), failed=((), ())
+) -> list[SmartSwap]:
+    """Both ranks in threads. Returns the searches, or raises what one of them raised."""
+    board = Board(2)
+    searches = [
+        SmartSwap(c, Policy(), ThreadPeers(board, r), names[r], tell=lambda text: None, failed=set(failed[r]))
+        for r, c in enumerate(capacities)
+    ]
+
+    def rank(number: int) -> None:
+        for step in range(steps):
+            trace = traces[number] if step else replace(traces[number], has_optimizer_state=False)
+            run(searches[number], trace, stats(number, step) if stats else None)
+
+    on_both(rank)
     return searches
 
 
@@ -395,3 +409,45 @@ def test_peers_with_other_shapes_decide_for_themselves_and_nobody_waits():
     small = megatron_trace(replace(SHAPE, sites_mib=(12, 24, 48)))
     one, other = together([TRACE, small], 10, names=(7, 6))
     assert one.plan.swap_bytes > other.plan.swap_bytes
+
+
+@pytest.mark.parametrize("knows", [0, 1])
+def test_a_plan_of_which_one_rank_alone_knows_that_it_did_not_fit(knows):
+    """The cache's file of a rank may be missing, damaged or on another node."""
+    alone = search()
+    run(alone, FIRST)
+    run(alone, TRACE)
+    failed = [(), ()]
+    failed[knows] = (digest(alone.plan),)
+    one, other = together([TRACE, TRACE], 8, failed=failed)
+    assert one.phase is other.phase is Phase.STABLE
+    assert one.plan == other.plan and one.plan.swaps
+    assert (one.plan == alone.plan) == (knows == 1), "the leader decides, by what it knows"
+
+
+def test_what_was_tried_apart_does_not_part_them_later():
+    """Two shapes, which the ranks meet in different order: each has tried one of them alone when they meet it together,
+    with the same number of tries, of other plans."""
+    small = megatron_trace(replace(SHAPE, sites_mib=(12, 24, 48)))
+    points = [replace(point, time_ms=2.5 * point.time_ms) for point in TRACE.points]
+    slow = replace(TRACE, points=points, step_ms=2.5 * TRACE.step_ms)
+    board = Board(2)
+    peers = [ThreadPeers(board, number) for number in range(2)]
+    large, other = (
+        [SmartSwap(CAPACITY, Policy(), peers[r], name, tell=lambda text: None) for r in range(2)] for name in (7, 6)
+    )
+    mine = TRACE, slow
+
+    def rank(number: int) -> None:
+        for first in ((True, False), (False, True)):
+            it, trace = (large, mine[number]) if first[number] else (other, small)
+            for step in range(3):
+                run(it[number], trace if step else replace(trace, has_optimizer_state=False))
+        assert len(large[number].tries) == 1
+        for _ in range(8):
+            run(large[number], mine[number])
+
+    on_both(rank)
+    one, two = large
+    assert one.phase is two.phase is Phase.STABLE
+    assert one.plan == two.plan and len(one.tries) == len(two.tries)
