@@ -17,16 +17,20 @@ from mindspeed_swap.version import __version__
 
 
 class KeptPlans:
-    """``plans``: to run without a search. ``failed``: digests of plans that did not fit, which the search adds to."""
+    """``plans``: to run without a search, and what is found in their place. ``failed``: digests of plans that did not
+    fit, which the search adds to."""
 
     def __init__(self, options: Options, device: str, capacity_bytes: int) -> None:
         self._file = _rank_file(options.plan_save) if options.plan_save else None
+        self._written: dict[Shape, Plan] = {}  # to the file
         self._cache: PlanCache | None = None
         self.plans, self.failed = loaded_plans(options), set[str]()
         if options.plan_cache:
             key = {
                 "model": options.model,
                 "policy": options.policy,
+                "virtual_optimizer": options.virtual_optimizer,
+                "host_memory_gib": options.host_memory_gib,
                 "device": device,
                 "capacity_mib": capacity_bytes // MIB,
                 "torch": torch.__version__,
@@ -36,31 +40,38 @@ class KeptPlans:
             self.plans, self.failed = self._cache.load(options.model)
 
     def save(self, shapes: Shapes) -> None:
-        """A search went on, or is over."""
-        plans = shapes.stable_plans()
+        """A search went on, or is over. What a shape had before it is searched for anew stays until that is over."""
+        self.plans |= shapes.stable_plans()
+        self._write_file(self.plans)
+        if self._cache is None:
+            return
         try:
-            if self._file and plans:
-                save_plans(self._file, rank(), plans)
-            if self._cache is not None:
-                self._cache.save(plans, self.failed)
+            self._cache.save(self.plans, self.failed)
         except OSError as error:
-            say(f"--swap-plan-save: plan not written, training goes on: {error}", every_rank=True)
+            say(f"--swap-plan-cache: not written, training goes on: {error}", every_rank=True)
 
     def save_unfinished(self, shapes: Shapes) -> None:
         """Training is over. Whoever asked for a file gets one, though of a search that is not over; the cache does
         not: the next run would not search on."""
-        plans, stable = shapes.best_plans(), shapes.stable_plans()
-        if self._file is None or (plans == stable and plans):
+        plans = self.plans | shapes.best_plans()
+        if self._file is None:
             return
         if not plans:
             say("--swap-plan-save: no plan was found, nothing is written")
-            return
+        elif self._write_file(plans) and plans != self.plans | shapes.stable_plans():
+            say("--swap-plan-save: training ended before the search did: the best plan so far is written")
+
+    def _write_file(self, plans: dict[Shape, Plan]) -> bool:
+        """False: it has them already, or cannot be written."""
+        if self._file is None or plans == self._written:
+            return False
         try:
             save_plans(self._file, rank(), plans)
         except OSError as error:
-            say(f"--swap-plan-save: plan not written: {error}", every_rank=True)
-        else:
-            say("--swap-plan-save: training ended before the search did: the best plan so far is written")
+            say(f"--swap-plan-save: not written, training goes on: {error}", every_rank=True)
+            return False
+        self._written = dict(plans)
+        return True
 
 
 def _rank_file(path: str) -> Path:

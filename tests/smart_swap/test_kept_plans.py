@@ -1,5 +1,7 @@
-"""--swap-plan-save: the plan that Stable runs or, where training ends before the search, the best one so far."""
+"""Plans that outlive a run, in the file of --swap-plan-save and in the cache: which, when, and what is said."""
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 from steps import executed
@@ -10,41 +12,66 @@ from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.kept_plans import KeptPlans, loaded_plans
 from mindspeed_swap.options import Options
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import Phase
+from mindspeed_swap.smart_swap.search import Phase, SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
+from mindspeed_swap.virtual_optimizer.amount import VirtualOptions
 
-SHAPE = Shape(layers=4)
-BROUGHT_TROUBLE = StepStats(evictions=1)
+TRACE = megatron_trace(Shape(layers=4))
+CAPACITY = (floor(TRACE).reachable_bytes + max(point.peak_bytes for point in TRACE.points)) // 2
+SAVED = len(TRACE.saved)
+BROUGHT_TROUBLE = StepStats(saved=SAVED, evictions=1)
 
 
 class Run:
     """A search that goes on, step by step, and ends when the test says so."""
 
-    def __init__(self, file, cache=None) -> None:
-        trace = megatron_trace(SHAPE)
-        peak = max(point.peak_bytes for point in trace.points)
-        self._capacity = (floor(trace).reachable_bytes + peak) // 2
-        options = Options(True, None, None, trace.model, plan_save=str(file), plan_cache=cache)
-        self.kept, self.shapes = KeptPlans(options, "sim", self._capacity), Shapes(self._capacity, Policy())
-        self._read = Options(True, None, None, trace.model, plan_file=str(file))
+    def __init__(self, file=None, cache=None, settles=False) -> None:
+        self.options = Options(
+            True, None, None, TRACE.model, plan_save=file and str(file), plan_cache=cache and str(cache)
+        )
+        self.kept = KeptPlans(self.options, "sim", CAPACITY)
+        search = partial(SmartSwap, failed=self.kept.failed, settles=settles)
+        self.shapes = Shapes(CAPACITY, Policy(), self.kept.plans, search)
 
-    def step(self, stats=None):
+    def step(self, stats=None, microbatches=1):
         """Returns the plan that the step ran."""
-        search = self.shapes.begin(1, self._capacity, 1 << 40)
+        self.shapes.begin(microbatches, CAPACITY, 1 << 40)
         self.shapes.meet(4096)
-        plan = search.plan
-        trace = executed(megatron_trace(SHAPE), plan) if plan else megatron_trace(SHAPE)
-        if search.after_step(stats or StepStats(), trace):
+        search = self.shapes.current
+        order = search.next_step()
+        trace = executed(TRACE, order.plan) if order.record else None
+        if search.after_step(stats or StepStats(saved=SAVED), trace, 100.0 if search.times else None):
             self.kept.save(self.shapes)
-        return plan
+        return order.plan
 
     def warm_up(self) -> None:
         while self.shapes.current.phase is Phase.WARM_UP:
             self.step()
 
-    def written(self):
-        (plan,) = loaded_plans(self._read).values()
-        return plan
+    def until_stable(self, microbatches=1):
+        """Returns the plan that was found."""
+        self.step(microbatches=microbatches)
+        while self.shapes.current.phase is not Phase.STABLE:
+            self.step(microbatches=microbatches)
+        return self.shapes.current.plan
+
+    def drift(self, microbatches=1) -> None:
+        for _ in range(2):
+            self.step(BROUGHT_TROUBLE, microbatches)
+        assert self.shapes.current.phase is Phase.SEARCH
+
+    def end(self) -> None:
+        self.kept.save_unfinished(self.shapes)
+
+
+def written(file):
+    """What the plans of the file do, by microbatches per step."""
+    plans = loaded_plans(Options(True, None, None, TRACE.model, plan_file=str(file)))
+    return {shape[0]: plan.decisions for shape, plan in plans.items()}
+
+
+def cached(cache):
+    return {shape[0]: plan.decisions for shape, plan in Run(cache=cache).kept.plans.items()}
 
 
 @pytest.fixture
@@ -52,18 +79,23 @@ def file(tmp_path):
     return tmp_path / "plan.json"
 
 
-def test_a_search_that_training_ended_before_leaves_its_best_plan(file, tmp_path, capsys):
-    run = Run(file, str(tmp_path / "cache"))
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def test_a_search_that_training_ended_before_leaves_its_best_plan(file, cache, capsys):
+    run = Run(file, cache)
     run.warm_up()
     good = run.step()
     assert run.shapes.current.phase is Phase.SEARCH
     run.step(BROUGHT_TROUBLE)
     assert run.shapes.current.phase is Phase.SEARCH and not file.exists()
     capsys.readouterr()
-    run.kept.save_unfinished(run.shapes)
-    assert run.written().decisions == good.decisions
+    run.end()
+    assert written(file) == {1: good.decisions}
     assert "--swap-plan-save: training ended before the search did" in capsys.readouterr().out
-    assert not Run(file, str(tmp_path / "cache")).kept.plans, "the next run searches on: the cache has none"
+    assert not cached(cache), "the next run searches on"
 
 
 @pytest.mark.parametrize("tried", [False, True], ids=["not_tried", "in_trouble"])
@@ -74,17 +106,82 @@ def test_nothing_that_went_well_is_no_file_and_one_line(tried, file, capsys):
         run.step(BROUGHT_TROUBLE)
     assert run.shapes.current.phase is Phase.SEARCH
     capsys.readouterr()
-    run.kept.save_unfinished(run.shapes)
+    run.end()
     assert not file.exists()
     assert "--swap-plan-save: no plan was found, nothing is written" in capsys.readouterr().out
 
 
 def test_a_search_that_is_over_is_written_at_once_and_not_again(file, capsys):
     run = Run(file)
-    while run.shapes.current.phase is not Phase.STABLE:
-        run.step()
-    assert run.written().decisions == run.shapes.current.plan.decisions
+    assert written_by(run, file) == {1: run.shapes.current.plan.decisions}
     file.unlink()
     capsys.readouterr()
-    run.kept.save_unfinished(run.shapes)
+    run.end()
     assert not file.exists() and capsys.readouterr().out == ""
+
+
+def written_by(run, file):
+    run.until_stable()
+    return written(file)
+
+
+def test_a_plan_out_of_the_cache_is_written_to_the_file_that_was_asked_for(file, cache, capsys):
+    plan = Run(cache=cache).until_stable()
+    run = Run(file, cache)
+    for _ in range(3):
+        assert run.step().decisions == plan.decisions
+    capsys.readouterr()
+    run.end()
+    assert written(file) == {1: plan.decisions} and capsys.readouterr().out == ""
+
+
+def test_what_this_run_does_not_meet_stays_in_the_cache(cache):
+    first = Run(cache=cache)
+    found = {1: first.until_stable(1).decisions, 2: first.until_stable(2).decisions}
+    found[4] = Run(cache=cache).until_stable(4).decisions
+    assert cached(cache) == found
+
+
+def test_a_shape_that_is_searched_for_anew_keeps_its_plan_until_that_is_over(file, cache, capsys):
+    run = Run(file, cache)
+    found = {1: run.until_stable(1).decisions, 2: run.until_stable(2).decisions}
+    run.step()
+    run.drift()
+    capsys.readouterr()
+    run.end()
+    assert written(file) == cached(cache) == found and capsys.readouterr().out == ""
+    run.until_stable()
+    assert written(file) == cached(cache) == found | {1: run.shapes.current.plan.decisions}
+
+
+def test_a_file_that_cannot_be_written_does_not_keep_the_cache_from_it(cache, capsys):
+    run = Run("/proc/nowhere/plan.json", cache)
+    plan = run.until_stable()
+    assert "--swap-plan-save: not written, training goes on: " in capsys.readouterr().out
+    assert cached(cache) == {1: plan.decisions}
+    cache.joinpath("no folder").write_text("")
+    Run(cache=cache / "no folder" / "x").until_stable()
+    assert "--swap-plan-cache: not written, training goes on: " in capsys.readouterr().out
+
+
+def test_after_a_saved_plan_a_search_is_one_like_any_other(cache):
+    plan = Run(cache=cache).until_stable()
+    run = Run(cache=cache, settles=True)
+    assert run.step().decisions == plan.decisions
+    run.drift()
+    search = run.shapes.current
+    assert search.settles and search.failed is run.kept.failed
+    while search.phase is Phase.SEARCH:
+        run.step(BROUGHT_TROUBLE)
+    assert Run(cache=cache).kept.failed == search.failed != set()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"virtual_optimizer": VirtualOptions((None,))}, {"host_memory_gib": 1.0}, {"policy": Policy(recomputes=True)}],
+)
+def test_another_setting_has_a_cache_of_its_own(other, cache):
+    Run(cache=cache).until_stable()
+    given = {"host_memory_gib": None, "report_dir": None, "model": TRACE.model, "plan_cache": str(cache), **other}
+    options = Options(True, **given)
+    assert not KeptPlans(options, "sim", CAPACITY).plans
