@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mindspeed_swap.core.again import RandomState
+import torch
+
+from mindspeed_swap.core.again import RandomState, packed_state, unpacked_state
 
 
 class MegatronRandomState(RandomState):
-    """As Megatron's own checkpoint saves and restores it."""
+    """Of a tracker that CUDA graphs can follow (``--te-rng-tracker``) the states are generators, which draws change in
+    place: what they hold is kept, and put back into the same ones."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -17,14 +20,24 @@ class MegatronRandomState(RandomState):
     def get(self) -> Any:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-        return (*super().get(), get_cuda_rng_tracker().get_states())
+        tracked = get_cuda_rng_tracker().get_states()
+        for name, state in tracked.items():
+            if isinstance(state, torch.Generator):
+                tracked[name] = packed_state(state.get_state())
+        return (*super().get(), tracked)
 
     def set(self, state: Any) -> None:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         *generators, tracked = state
         super().set(generators)
-        get_cuda_rng_tracker().set_states(tracked)
+        tracker, states = get_cuda_rng_tracker(), dict(tracked)
+        live = tracker.get_states()
+        for name, packed in tracked.items():
+            if isinstance(packed, bytes):
+                states[name] = live[name]
+                live[name].set_state(unpacked_state(packed))
+        tracker.set_states(states)
 
     @contextmanager
     def restored(self, state: Any) -> Iterator[None]:
