@@ -64,12 +64,12 @@ class ModuleCalls:
             with outer.module((args, kwargs)):
                 result = function(*args, **kwargs)
         else:
-            self._call, self._around = None, outer
+            around, self._call, self._around = self._around, None, outer
             try:
                 with outer.module((args, kwargs)):
                     result = self._run(key, function, args, kwargs, keeps_outputs, once)
             finally:
-                self._call, self._around = outer, None
+                self._call, self._around = outer, around
             outer.returned(result)
         self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:

@@ -138,6 +138,42 @@ def test_a_module_inside_may_be_recomputed_too(sim):
     assert_nothing_left(manager)
 
 
+def test_one_inside_another(sim):
+    """What a module is given by the outer one, and saves when the inner one is over, is recomputed all the same."""
+
+    class Nested(Gated):
+        def block(self, hidden, up, down):
+            normed = self.call("block.norm", torch.nn.functional.layer_norm, hidden, (WIDTH,))
+            return self.call("block.mlp", self.mlp, normed * normed + 2.0, hidden, up, down)
+
+        def mlp(self, scaled, hidden, up, down):
+            both = self.call("block.mlp.up", self.gated, hidden, up)
+            return self.call("block.mlp.down", self.down, both, down) * scaled
+
+        def gated(self, hidden, up):
+            both, _ = self.call("block.mlp.up.linear", self.up, hidden, up)
+            gate, value = both.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate) * (value + 0.5)
+
+        def __call__(self, layer):
+            hidden = self.inputs
+            for number, (up, down) in enumerate(self.weights, 1):
+                with layer(number):
+                    hidden = hidden + self.call("block", self.block, hidden, up, down)
+            return hidden.square().mean()
+
+    model, manager = Nested(layers=8), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    trace.has_optimizer_state = True
+    both = (*chosen(trace, "block.pointwise"), *chosen(trace, "block.mlp.up.pointwise"))
+    assert len(both) == 2 * 8 - 1  # the first layer's normed input has no gradient
+    plan = Plan(trace.model, 0, (), both)
+    outcome = model.step(manager, plan)
+    assert_same(outcome, plain)
+    assert max(simulate(trace, plan).curve) == pytest.approx(outcome.peak_bytes, rel=0.02)
+
+
 def test_an_output_that_nobody_saves_is_not_kept_for_it(sim):
     """Running it again from there would take more memory than it frees."""
 
