@@ -4,16 +4,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
+from mindspeed_swap.report.summary import versions
 from mindspeed_swap.smart_swap.plan_cache import PlanCache
 from mindspeed_swap.smart_swap.plan_files import Shape, load_plans, rank_file, save_plans
 from mindspeed_swap.smart_swap.shapes import Shapes
 from mindspeed_swap.units import MIB
-from mindspeed_swap.version import __version__
 
 
 class KeptPlans:
@@ -33,8 +31,7 @@ class KeptPlans:
                 "host_memory_gib": options.host_memory_gib,
                 "device": device,
                 "capacity_mib": capacity_bytes // MIB,
-                "torch": torch.__version__,
-                "release": __version__,
+                **versions(),
             }
             self._cache = PlanCache(options.plan_cache, key, rank())
             self.plans, self.failed = self._cache.load(options.model)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.schema import SwapConfig, read_swap_config
+from mindspeed_swap.fingerprint import fingerprint, layout_of
 from mindspeed_swap.log import say, speak
 from mindspeed_swap.smart_swap.knobs import KNOBS
 from mindspeed_swap.smart_swap.policy import Policy
@@ -23,7 +24,7 @@ class Options:
     host_memory_gib: float | None  # per rank; None: a share of what the node has free
     report_dir: str | None
     model: str  # fingerprint of everything that changes what a step saves: a plan fits only the same
-    layout: Mapping[str, Any] = field(default_factory=dict)  # the same, by name of the argument
+    layout: Mapping[str, Any] = field(default_factory=dict)  # the most important of it, by name of the argument
     virtual_optimizer: VirtualOptions | None = None
     policy: Policy = Policy()
     plan_file: str | None = None
@@ -59,10 +60,9 @@ class Options:
         return ", ".join(flag for flag, is_on in on.items() if is_on)
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> Options:
-        """Raises SettingError on values that cannot be."""
-        layout = {name: getattr(args, name, None) for name in _SHAPES}
-        model = " ".join(f"{name}={value}" for name, value in layout.items())
+    def from_args(cls, args: argparse.Namespace, config: type | None = None) -> Options:
+        """``config``: Megatron's class, see ``fingerprint``. Raises SettingError on values that cannot be."""
+        layout, model = layout_of(args), fingerprint(args, config)
         policy, report, save = Policy(), args.swap_report_dir, args.swap_plan_save
         if args.smart_swap:
             policy, settings = _policy(args.swap_policy_config, args.swap_memory_target)
@@ -133,11 +133,3 @@ def _stream_optimizer(args: argparse.Namespace) -> None:
         )
     args.virtual_optimizer, args.virtual_optimizer_mode = ["all"], "streamed"
 
-
-_SHAPES = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
-    "global_batch_size", "num_experts", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "context_parallel_size",
-    "data_parallel_size", "sequence_parallel", "params_dtype", "transformer_impl", "recompute_granularity",
-    "recompute_modules",
-)  # fmt: skip

@@ -135,7 +135,9 @@ def activate(args: argparse.Namespace) -> None:
     runtime = sys.modules.get("mindspeed_swap.runtime")
     if runtime is not None and runtime.started():
         return
-    options = Options.from_args(args)
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = Options.from_args(args, TransformerConfig)
     if options.any:
         check(args)  # again: what the script gave as defaults is known by now
         for text in compat.untested(args):

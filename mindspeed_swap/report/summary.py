@@ -75,7 +75,7 @@ def summarize(
 ) -> dict[str, Any]:
     """All but which rank of which run it is. ``search``, ``virtual_optimizer``: None where the feature is off."""
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "device": device,
         "layout": dict(layout),
         **(_smart_swap(search) if search else {**_smart_swap(SmartSwap(0)), "feature": None, "phase": "off"}),
@@ -123,7 +123,8 @@ def _smart_swap(search: SmartSwap) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what decides how a step runs."""
     try:
         megatron = metadata.version("megatron-core")
     except metadata.PackageNotFoundError:

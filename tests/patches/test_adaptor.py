@@ -59,9 +59,8 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     # no torch extension, no runtime, nothing of the core that a feature would need
     loaded = ast.literal_eval(lines[2])
     assert {name.split(".")[1] for name in loaded if "." in name} <= {
-        "core", "errors", "fine_grained", "hooks", "log", "megatron_adaptor", "npu_versions", "options", "patches",
-        "smart_swap", "units",
-        "version", "virtual_optimizer",
+        "core", "errors", "fine_grained", "fingerprint", "hooks", "log", "megatron_adaptor", "npu_versions", "options",
+        "patches", "smart_swap", "units", "version", "virtual_optimizer",
     }
     # Of the core only what plans.
     assert not [name for name in loaded if name.endswith((".swap_manager", ".host_pool", ".accelerator", ".oom_guard"))]

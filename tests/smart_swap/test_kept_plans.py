@@ -185,3 +185,11 @@ def test_another_setting_has_a_cache_of_its_own(other, cache):
     given = {"host_memory_gib": None, "report_dir": None, "model": TRACE.model, "plan_cache": str(cache), **other}
     options = Options(True, **given)
     assert not KeptPlans(options, "sim", CAPACITY).plans
+
+
+def test_another_megatron_has_a_cache_of_its_own(monkeypatch, cache):
+    run = Run(cache=cache)
+    run.until_stable()
+    assert KeptPlans(run.options, "sim", CAPACITY).plans
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
+    assert not KeptPlans(run.options, "sim", CAPACITY).plans
