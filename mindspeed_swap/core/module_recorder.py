@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mindspeed_swap.core.recompute import rerun_bytes
 from mindspeed_swap.core.saved_tensor import SavedTensor
-from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, SavedRecord, pointwise_of
+from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, SavedRecord, StepTrace, pointwise_of
 
 _Identity = tuple[int, int]
 
@@ -15,6 +16,11 @@ _Identity = tuple[int, int]
 def _identity(tensor: torch.Tensor) -> tuple[_Identity, torch.UntypedStorage]:
     storage = tensor.untyped_storage()
     return (storage._cdata, tensor._version), storage
+
+
+def _between(trace: StepTrace, begin: int, end: int) -> float:
+    """Milliseconds."""
+    return trace.points[end].time_ms - trace.points[begin].time_ms
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +42,6 @@ class Tracked:
     outputs: list[list[SavedRecord]] = field(default_factory=list)  # for each: its save, or nothing if there is none
     own: list[tuple[SavedRecord, int]] = field(default_factory=list)  # saves, as ``frees`` and ``there``
 
-
     def freed(self, saves: list[tuple[SavedRecord, int]]) -> tuple[list[SavedRecord], int]:
         """Those of the saves (with the point from which on they exist) that running again would bring back, and from
         which point on all of them are there."""
@@ -47,11 +52,16 @@ class Tracked:
         ]
         return [record for record, _ in wanted], max([self.begin, *(there for _, there in wanted)])
 
+    def stop(self, until: int) -> int:
+        """Where it need not run further if all is there at that point: see Note [Where it stops] in again.py."""
+        return min((begin for begin in self.begins if begin >= until), default=self.end)
+
     def record(
-        self, key: ModuleKey, forward_ms: float, frees: list[SavedRecord], keeps: list[SavedRecord]
+        self, key: ModuleKey, forward_ms: float, frees: list[SavedRecord], keeps: list[SavedRecord], rerun: int
     ) -> ModuleRecord:
         freed, kept = ([record.key for record in records] for records in (frees, keeps))
-        return ModuleRecord(key, max(0.0, forward_ms), self.begin, self.end, freed, kept, sum(self.inputs.values()))
+        inputs = sum(self.inputs.values())
+        return ModuleRecord(key, max(0.0, forward_ms), self.begin, self.end, freed, kept, inputs, rerun)
 
 
 class ModuleRecorder:
@@ -141,28 +151,29 @@ class ModuleRecorder:
             elif saved.identity in called.given:
                 tracked.own.append((record, called.begin))
 
-    def finish(self, times_ms: list[float]) -> list[ModuleRecord]:
-        """In the order in which they ended. Those that cannot run again free nothing."""
+    def finish(self, trace: StepTrace) -> list[ModuleRecord]:
+        """In the order in which they ended. Those that cannot run again free nothing. ``trace``: with all points."""
         found = []
         for call in self._done:
-            found += self._pointwise(call, times_ms)
+            found += self._pointwise(call, trace)
             frees, until = call.freed(list(zip(call.frees, call.there, strict=True)))
-            # It stops where the next module inside begins: see Note [Where it stops] in again.py.
-            stops = [begin for begin in call.begins if begin >= until] if frees else []
-            spent = times_ms[min(stops, default=call.end)] - times_ms[call.begin]
-            found.append(call.record(call.key, spent, frees, call.keeps))
+            stop = call.stop(until) if frees else call.end
+            spent = _between(trace, call.begin, stop)
+            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps) if frees else 0
+            found.append(call.record(call.key, spent, frees, call.keeps, rerun))
         return found
 
     @staticmethod
-    def _pointwise(call: Tracked, times_ms: list[float]) -> list[ModuleRecord]:
+    def _pointwise(call: Tracked, trace: StepTrace) -> list[ModuleRecord]:
         """Its pointwise part, if that can run again from what is saved anyway."""
         frees, until = call.freed(call.own)
         asked = [module for module in call.inside if 0 <= module.end <= until]
         outputs = [known for module in asked for known in module.outputs]
         if not frees or not asked or not all(outputs):
             return []
-        begins = [module.begin for module in call.inside if module.begin >= until]
-        spent = times_ms[min(begins, default=call.end)] - times_ms[call.begin]
-        spent -= sum(times_ms[module.end] - times_ms[module.begin] for module in asked)
+        stop = min((module.begin for module in call.inside if module.begin >= until), default=call.end)
+        spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
         keeps = list({id(record): record for record in (*call.keeps, *(known[0] for known in outputs))}.values())
-        return [call.record(pointwise_of(call.key), spent, frees, keeps)]
+        left_out = [(module.begin, module.end, [known[0] for known in module.outputs]) for module in asked]
+        rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out)
+        return [call.record(pointwise_of(call.key), spent, frees, keeps, rerun)]

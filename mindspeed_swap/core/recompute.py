@@ -1,18 +1,29 @@
 """Recompute: which module calls can run forward again in backward, what that frees and what it takes. Pure; no torch.
 
-The rules: after its forward a recomputed module keeps its inputs only. At the first backward read of anything that it
-saved it runs again: compute spends its forward time, then everything that it saved is resident until it dies as
-before. While it runs it needs the working memory of its forward. It does not save what an input holds, and it does not
-free what others save too. Two modules of a plan free nothing in common, and none frees what one inside it is run from:
-that would be kept for it. Of two that are not inside one another, one may be run from what the other one frees, which
-then runs first (``as_they_run``).
+The rules: a recomputed module keeps its inputs only; what it saves goes when nobody else holds it. At the first
+backward read of anything that it saved it runs again: compute spends its forward time, then everything that it saved is
+resident until it dies as before. While it runs it needs the working memory of its forward (``rerun_bytes``). It does
+not save what an input holds, and it does not free what others save too. Two modules of a plan free nothing in common,
+and none frees what one inside it is run from: that would be kept for it. Of two that are not inside one another, one
+may be run from what the other one frees, which then runs first (``as_they_run``).
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from mindspeed_swap.core.trace import ENTER, EXIT, FORWARD, OUTSIDE, Key, ModuleKey, ModuleRecord, StepTrace
+from mindspeed_swap.core.trace import (
+    ENTER,
+    EXIT,
+    FORWARD,
+    OUTSIDE,
+    Key,
+    ModuleKey,
+    ModuleRecord,
+    SavedRecord,
+    StepTrace,
+)
 
 WHOLE_LAYER = "layer"
 
@@ -38,7 +49,7 @@ class Module:
 def modules_of(trace: StepTrace) -> list[Module]:
     """Those that recorded modules (failing that: whole layers) could free something with, in the order of the step."""
     number = {record.key: i for i, record in enumerate(trace.saved)}
-    found = []
+    found, dying = [], _dying(trace)
     for record in trace.modules or whole_layers(trace):
         freed = [number[key] for key in record.frees]
         reads = [trace.saved[i].first_read for i in freed]
@@ -49,23 +60,65 @@ def modules_of(trace: StepTrace) -> list[Module]:
         for i in freed:
             saved = trace.saved[i]
             last = run if saved.died is None else min(run, saved.died - 1)
-            if saved.sole is not None and saved.nbytes and max(record.end, saved.sole) < last:
-                away.append((i, max(record.end, saved.sole) + 1, last))
+            if saved.sole is not None and saved.nbytes and saved.sole < last:
+                away.append((i, saved.sole + 1, last))
         if away:
             freed_bytes = sum(trace.saved[i].nbytes for i, _, _ in away)
             keeps = tuple(number[key] for key in record.keeps)
-            working = _working_bytes(trace, record, run)
+            working = _working_bytes(trace, record, run, dying)
             found.append(Module(record, run, tuple(freed), keeps, tuple(away), freed_bytes, working))
     return found
 
 
-def _working_bytes(trace: StepTrace, record: ModuleRecord, run: int) -> int:
+def rerun_bytes(
+    trace: StepTrace, begin: int, stop: int, frees: Iterable[SavedRecord], inputs: Iterable[SavedRecord],
+    left_out: Sequence[tuple[int, int, list[SavedRecord]]] = (),
+) -> int:  # fmt: skip
+    """What running forward again from point ``begin`` to point ``stop`` needs at most, beyond what is allocated when it
+    begins and all of ``frees``. ``left_out``: begins, ends and saved outputs of calls inside that do not run again."""
+    change = [0] * (stop - begin + 1)
+
+    def counts(nbytes: int, after: int, until: int) -> None:
+        if after < until:
+            change[after - begin] += nbytes
+            change[until - begin] -= nbytes
+
+    # Base has tensors until they are saved: what forward makes, and inputs in what was allocated at its begin.
+    for record in frees:
+        counts(-record.nbytes, begin, min(record.saved, stop))
+    for record in inputs:
+        if record.saved > begin:
+            counts(record.nbytes, record.saved, stop)
+    for _, end, outputs in left_out:
+        for record in outputs:
+            counts(-record.nbytes, end, min(record.saved, stop))
+    over = zip(range(begin + 1, stop + 1), accumulate(change), strict=False)
+    needs = (
+        trace.base_bytes(i) + more for i, more in over if not any(first < i <= last for first, last, _ in left_out)
+    )
+    there = trace.points[begin].allocated_bytes - trace.points[begin].resident_bytes
+    return max(0, max(needs, default=0) - there)
+
+
+def _working_bytes(trace: StepTrace, record: ModuleRecord, run: int, dying: Mapping[int, int]) -> int:
+    """``dying``: point -> bytes of the saved tensors that die in the interval before it."""
     if run + 1 >= len(trace.points):
         return 0
-    begin, now = trace.points[record.begin], trace.points[run]
-    most = max((trace.base_bytes(i) for i in range(record.begin + 1, record.end + 1)), default=0)
-    forward = max(0, most - (begin.allocated_bytes - begin.resident_bytes))
-    return max(0, now.allocated_bytes - now.resident_bytes + forward - trace.base_bytes(run + 1))
+    now, most = trace.points[run], record.rerun_bytes
+    if most is None:
+        number = {saved.key: saved for saved in trace.saved}
+        frees, keeps = ([number[key] for key in keys] for keys in (record.frees, record.keeps))
+        most = rerun_bytes(trace, record.begin, record.end, frees, keeps)
+    there = now.allocated_bytes - now.resident_bytes + dying.get(run + 1, 0)
+    return max(0, there + most - trace.base_bytes(run + 1))
+
+
+def _dying(trace: StepTrace) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for record in trace.saved:
+        if record.died is not None:
+            found[record.died] = found.get(record.died, 0) + record.nbytes
+    return found
 
 
 def as_they_run(trace: StepTrace, modules: Sequence[Module]) -> list[Module]:
@@ -86,11 +139,11 @@ def as_they_run(trace: StepTrace, modules: Sequence[Module]) -> list[Module]:
     needed: dict[int, int] = {}  # run -> working bytes
     for module in modules:
         needed[module.run] = max(needed.get(module.run, 0), module.working_bytes)
-    found = list(modules)
+    found, dying = list(modules), _dying(trace)
     for m in earlier:
         module, run = modules[m], runs[m]
         away = tuple((i, first, min(last, run)) for i, first, last in module.away if first <= run)
-        working, before = _working_bytes(trace, module.record, run), needed[run]
+        working, before = _working_bytes(trace, module.record, run, dying), needed[run]
         needed[run] = max(working, before)
         found[m] = replace(module, run=run, away=away, working_bytes=max(0, working - before))
     return found

@@ -243,5 +243,5 @@ class Recorder:
                 record.movable, record.reason = False, "not read in backward"
             elif record.died is None:
                 record.movable, record.reason = False, "outlives the step"
-        trace.modules = self.modules.finish([point.time_ms for point in trace.points])
+        trace.modules = self.modules.finish(trace)
         return trace

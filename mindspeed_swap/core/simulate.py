@@ -9,8 +9,8 @@ The rules are those of the swap manager:
 3. At ``prefetch`` the buffer is allocated (resident from the next interval on) and the copy back is queued on the H2D
    lane. Several at one point are queued in the order of ``plan.swaps``.
 4. At ``first_read`` compute waits for the copy back. One that was not queued by then is loaded on demand.
-5. What a recomputed module frees is not resident after its end, and again from the interval after the point at which
-   it runs again (recompute.py); its inputs are read there.
+5. What a recomputed module frees is not resident once nobody else holds it, and again from the interval after the
+   point at which it runs again (recompute.py); its inputs are read there.
 
 Within one point: releases, then prefetches, then reads, then a recompute, then the save. The times of the trace are
 those of a step without waits; a wait or a recompute moves everything after it. Figures are bytes and milliseconds.
@@ -163,9 +163,8 @@ def recompute_changes(trace: StepTrace, modules: Iterable[Module]) -> Iterator[t
             yield first, -nbytes
             yield last + 1, nbytes
         yield module.record.end + 1, module.record.input_bytes
-        yield module.run + 1, module.working_bytes - module.record.input_bytes
-        if module.working_bytes:
-            yield module.run + 2, -module.working_bytes
+        yield module.run + 1, module.working_bytes
+        yield min(module.run + 2, len(trace.points)), -module.working_bytes - module.record.input_bytes
 
 
 def away(record: SavedRecord, read: int | None, release: int, prefetch: int, length: int) -> tuple[int, int]:

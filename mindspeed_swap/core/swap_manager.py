@@ -229,12 +229,12 @@ class SwapManager:
             position: Position = new(Position, (BACKWARD, *packed.key))
             self._close(position)
         view = self._read(packed, first)
+        if first:
+            self._act(position)  # what is released here makes room for a module that runs again now
         if view is None:
             view = self.fetch(packed, first)
-        if first:
-            self._act(position)
-            if self._strays:
-                self._look_ahead(packed.key)
+        if first and self._strays:
+            self._look_ahead(packed.key)
         return view
 
     def fetch(self, packed: Handle | Passed, first: bool = False) -> torch.Tensor:

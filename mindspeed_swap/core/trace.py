@@ -111,7 +111,8 @@ class ModuleRecord:
     end: int  # its forward is over
     frees: list[Key]  # saved storages that nobody keeps when this module is recomputed
     keeps: list[Key]  # saved storages among its inputs: on the device when it runs again
-    input_bytes: int = 0  # of inputs that nobody saves: kept from ``end`` until it runs again
+    input_bytes: int = 0  # of inputs that nobody saves: kept from ``end`` until the point after it has run again
+    rerun_bytes: int | None = None  # most that it needs while it runs again, beyond its inputs and all of ``frees``
 
 
 @dataclass(slots=True)
