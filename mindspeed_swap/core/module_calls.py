@@ -20,8 +20,8 @@ INSIDE = -1
 class ModuleCalls:
     """A part of the manager."""
 
-    def __init__(self, manager: SwapManager, random: RandomState) -> None:
-        self.random = random
+    def __init__(self, manager: SwapManager) -> None:
+        self.random = RandomState()  # a framework with generators of its own puts a subclass here
         self.planned: set[ModuleKey] = set()  # to be recomputed
         self._manager = manager
         self._call: Call | None = None  # of those, the one whose forward runs

@@ -56,7 +56,6 @@ class Infeasible(ValueError):
         super().__init__(message)
         self.floor = floor
         self.phase = floor.phase
-        self.message = message
 
 
 def floor(trace: StepTrace, verbs: Collection[str] = KEEP_SWAP, host_budget_bytes: int | None = None) -> Floor:

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
-from mindspeed_swap.core.again import RandomState
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.live_tensors import LiveTensors
 from mindspeed_swap.core.module_calls import ModuleCalls
@@ -44,10 +43,9 @@ class SwapManager:
         min_bytes: int = DEFAULT_MIN_BYTES,
         skip_waits: frozenset[Wait] = frozenset(),
         copy_streams: tuple[Stream, Stream] | None = None,
-        random: RandomState | None = None,
     ) -> None:
-        """``copy_streams``: out and back, if they are not to be streams of its own. ``random``: what recomputed modules
-        draw from. ``skip_waits`` is for tests: each wait removed must be noticed."""
+        """``copy_streams``: out and back, if they are not to be streams of its own. ``skip_waits`` is for
+        tests: each wait removed must be noticed."""
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
@@ -60,7 +58,7 @@ class SwapManager:
         self.live = LiveTensors()
         self._strays = Strays()
         self.scope: Scope | None = None
-        self.calls = ModuleCalls(self, random or RandomState())
+        self.calls = ModuleCalls(self)
         self._swaps: dict[Key, Swap] = {}
         self._releases: dict[Position, list[Key]] = {}
         self._prefetches: dict[Position, list[Key]] = {}

@@ -54,8 +54,3 @@ def redirect_cuda() -> None:
         part.redirect()
     megatron_fixes.apply_when_imported()
     _redirected = True
-
-
-def redirected() -> bool:
-    """True once torch.cuda means the simulated device in this process."""
-    return _redirected

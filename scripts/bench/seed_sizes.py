@@ -143,8 +143,11 @@ def _scale(trace: StepTrace, wider: float, static: float, times: float) -> StepT
                 resident_bytes=int(point.resident_bytes * wider), recompute_bytes=int(point.recompute_bytes * wider))
         for point in trace.points
     ]  # fmt: skip
-    modules = [replace(module, forward_ms=module.forward_ms * times, input_bytes=int(module.input_bytes * wider))
-               for module in trace.modules]  # fmt: skip
+    modules = [
+        replace(module, forward_ms=module.forward_ms * times, input_bytes=int(module.input_bytes * wider),
+                rerun_bytes=None if module.rerun_bytes is None else int(module.rerun_bytes * wider))
+        for module in trace.modules
+    ]  # fmt: skip
     saved = [replace(record, nbytes=int(record.nbytes * wider)) for record in trace.saved]
     return replace(trace, points=points, modules=modules, saved=saved, copies=[], waits=[], model="",
                    capacity_bytes=CARD_BYTES, static_bytes=int(trace.static_bytes * static),

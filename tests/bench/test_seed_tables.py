@@ -6,9 +6,10 @@ import pytest
 import seed_tables
 from planted import failed, plain, record, write
 from results import read
-from seed_sizes import CARD_BYTES, FULL_SIZE, predict, tables
+from seed_sizes import CARD_BYTES, FULL_SIZE, _scale, predict, tables
 
-from mindspeed_swap.core.simulate import plain_step_ms
+from mindspeed_swap.core.recompute import full_recompute, modules_of
+from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.trace import StepTrace
 
 RECORDED = Path(__file__).resolve().parents[1] / "core" / "fixtures" / "one_rank_modules.json.gz"
@@ -67,3 +68,11 @@ def test_prediction_of_the_size_that_ran(tmp_path):
     assert told["plain_ms"] == pytest.approx(plain_step_ms(StepTrace.from_json(trace)))
     assert told["plain_peak_bytes"] < CARD_BYTES and told["step_ms"] == pytest.approx(told["plain_ms"])
     assert told["full_ms"] > told["plain_ms"]
+
+
+def test_a_larger_size_takes_more_of_everything():
+    trace = StepTrace.from_json(gzip.decompress(RECORDED.read_bytes()).decode())
+    for module in trace.modules:
+        module.input_bytes, module.rerun_bytes = 1 << 12, 1 << 22
+    curves = [memory_curve(t, (), full_recompute(modules_of(t))) for t in (trace, _scale(trace, 3.0, 3.0, 2.0))]
+    assert curves[1] == pytest.approx([3 * nbytes for nbytes in curves[0]], abs=1000)
