@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate, chain, combinations, islice
+from itertools import accumulate, chain, combinations, islice, product
 from typing import NamedTuple
 
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
@@ -25,7 +25,7 @@ SEARCH_WORK = 40_000
 FEWEST_SETS, SETS, TRIES_PER_SET = 3, 8, 4
 # Ways to swap that are tried with each: one per direction of the sweeps. Which is better depends on the schedule.
 FIRST_WAYS = 2
-# Of those known then, that every way to swap is tried with.
+# Of those known then, that every way to swap is tried with. And with which ends are moved, last.
 BEST_SETS = 2
 # What waits for a full lane would not wait if about as much left as the lane carries meanwhile. A little less: what is
 # still missing shows, and the next module may be of a kind that costs far more.
@@ -81,6 +81,7 @@ class Attempt:
         self.target = target
         self.least = min(corner.peak for corner in corners)
         self._rank = _UNKNOWN
+        self._with: dict[tuple[bool, ...], tuple[Rank, list[Placed]]] = {}  # the best with each set of modules
         self._tries = tries(stage)
         self._large = self._tries < FEWEST_TRIES
         fitting = [corner for corner in corners if corner.peak <= target]
@@ -113,6 +114,8 @@ class Attempt:
     def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
         moved = sum(self.stage.trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
         rank = run_lanes(self.stage.trace, placed, self.stage.scene(flags).modules).extra_ms, moved
+        if _better(rank, self._with.get(flags, (_UNKNOWN, placed))[0]):
+            self._with[flags] = rank, placed
         if _better(rank, self._rank):
             self.flags, self.placed, self.curve, self._rank = flags, placed, curve, rank
         return rank
@@ -173,9 +176,17 @@ class Attempt:
         return high
 
     def _search(self) -> None:
-        """Climb from the best so far, from everything, and from everything but one tensor of the best."""
+        """Of few tensors and modules all sets. Else climb from the best so far, from everything, and from everything
+        but one tensor of the best."""
         stage = self.stage
         everything = {job.record for job in stage.plain.jobs}
+        if 2 ** (len(everything) + len(stage.modules)) <= self._tries:
+            for on in product((False, True), repeat=len(stage.modules)):
+                flags = tuple(Chosen(stage.modules, on).flags)
+                left = [job.record for job in stage.scene(flags).jobs] if flags == on else []  # else two conflict
+                for some in chain.from_iterable(combinations(left, count) for count in range(1, len(left) + 1)):
+                    self._look(flags, set(some))
+            return
         placed = {item.record for item in self.placed}
         starts = [(self.flags, placed), (stage.nothing, everything), (stage.full, everything)]
         for flags, wanted in chain(starts, ((self.flags, everything - {number}) for number in sorted(placed))):
@@ -210,10 +221,13 @@ class Attempt:
 
     def _shift(self) -> None:
         """The last word on when things leave and come back, where it gains enough."""
-        placed = self.stage.scene(self.flags).shifted(self.placed, self.target, tries(self.stage))
-        spent = run_lanes(self.stage.trace, placed, self.stage.scene(self.flags).modules).extra_ms
-        if spent < self.extra_ms - SHIFT_SHARE * plain_step_ms(self.stage.trace):
-            self._take(self.flags, placed, self.stage.scene(self.flags).curve(placed))
+        best = sorted(self._with.items(), key=lambda item: item[1][0])[:BEST_SETS]
+        for flags, (_, there) in best:
+            scene = self.stage.scene(flags)
+            placed = scene.shifted(there, self.target, tries(self.stage))
+            spent = run_lanes(self.stage.trace, placed, scene.modules).extra_ms
+            if spent < self.extra_ms - SHIFT_SHARE * plain_step_ms(self.stage.trace):
+                self._take(flags, placed, scene.curve(placed))
 
     # -- pruning ------------------------------------------------------------------------------------------------------
 

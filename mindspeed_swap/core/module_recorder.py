@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from mindspeed_swap.core.recompute import rerun_bytes
 from mindspeed_swap.core.saved_tensor import SavedTensor
-from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, SavedRecord, StepTrace, pointwise_of
+from mindspeed_swap.core.trace import Key, ModuleKey, ModuleRecord, SavedRecord, StepTrace, pointwise_of
 
 _Identity = tuple[int, int]
 
@@ -151,20 +152,21 @@ class ModuleRecorder:
             elif saved.identity in called.given:
                 tracked.own.append((record, called.begin))
 
-    def finish(self, trace: StepTrace) -> list[ModuleRecord]:
-        """In the order in which they ended. Those that cannot run again free nothing. ``trace``: with all points."""
+    def finish(self, trace: StepTrace, gone: Mapping[Key, int]) -> list[ModuleRecord]:
+        """In the order in which they ended. Those that cannot run again free nothing. ``trace``: with all points;
+        ``gone``: see ``rerun_bytes``."""
         found = []
         for call in self._done:
-            found += self._pointwise(call, trace)
+            found += self._pointwise(call, trace, gone)
             frees, until = call.freed(list(zip(call.frees, call.there, strict=True)))
             stop = call.stop(until) if frees else call.end
             spent = _between(trace, call.begin, stop)
-            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps) if frees else 0
+            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, gone=gone) if frees else 0
             found.append(call.record(call.key, spent, frees, call.keeps, rerun))
         return found
 
     @staticmethod
-    def _pointwise(call: Tracked, trace: StepTrace) -> list[ModuleRecord]:
+    def _pointwise(call: Tracked, trace: StepTrace, gone: Mapping[Key, int]) -> list[ModuleRecord]:
         """Its pointwise part, if that can run again from what is saved anyway."""
         frees, until = call.freed(call.own)
         asked = [module for module in call.inside if 0 <= module.end <= until]
@@ -175,5 +177,5 @@ class ModuleRecorder:
         spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
         keeps = list({id(record): record for record in (*call.keeps, *(known[0] for known in outputs))}.values())
         left_out = [(module.begin, module.end, [known[0] for known in module.outputs]) for module in asked]
-        rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out)
+        rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out, gone)
         return [call.record(pointwise_of(call.key), spent, frees, keeps, rerun)]

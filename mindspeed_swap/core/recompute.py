@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from mindspeed_swap.core.trace import (
     ENTER,
     EXIT,
     FORWARD,
     OUTSIDE,
+    POINTWISE,
     Key,
     ModuleKey,
     ModuleRecord,
@@ -72,10 +74,12 @@ def modules_of(trace: StepTrace) -> list[Module]:
 
 def rerun_bytes(
     trace: StepTrace, begin: int, stop: int, frees: Iterable[SavedRecord], inputs: Iterable[SavedRecord],
-    left_out: Sequence[tuple[int, int, list[SavedRecord]]] = (),
+    left_out: Sequence[tuple[int, int, list[SavedRecord]]] = (), gone: Mapping[Key, int] = MappingProxyType({}),
 ) -> int:  # fmt: skip
     """What running forward again from point ``begin`` to point ``stop`` needs at most, beyond what is allocated when it
-    begins and all of ``frees``. ``left_out``: begins, ends and saved outputs of calls inside that do not run again."""
+    begins and all of ``frees``. ``left_out``: begins, ends and saved outputs of calls inside that do not run again.
+    ``gone``: by which point saved tensors had been given up, in the step that was recorded, so that they were never
+    resident through an interval."""
     change = [0] * (stop - begin + 1)
 
     def counts(nbytes: int, after: int, until: int) -> None:
@@ -83,15 +87,18 @@ def rerun_bytes(
             change[after - begin] += nbytes
             change[until - begin] -= nbytes
 
-    # Base has tensors until they are saved: what forward makes, and inputs in what was allocated at its begin.
+    def last(record: SavedRecord) -> int:
+        """Until then base has it, if it is there: what forward makes, and inputs in what was allocated at its begin."""
+        return gone.get(record.key, record.saved)
+
     for record in frees:
-        counts(-record.nbytes, begin, min(record.saved, stop))
+        counts(-record.nbytes, begin, min(last(record), stop))
     for record in inputs:
         if record.saved > begin:
-            counts(record.nbytes, record.saved, stop)
+            counts(record.nbytes, last(record), stop)
     for _, end, outputs in left_out:
         for record in outputs:
-            counts(-record.nbytes, end, min(record.saved, stop))
+            counts(-record.nbytes, end, min(last(record), stop))
     over = zip(range(begin + 1, stop + 1), accumulate(change), strict=False)
     needs = (
         trace.base_bytes(i) + more for i, more in over if not any(first < i <= last for first, last, _ in left_out)
@@ -140,12 +147,18 @@ def as_they_run(trace: StepTrace, modules: Sequence[Module]) -> list[Module]:
     for module in modules:
         needed[module.run] = max(needed.get(module.run, 0), module.working_bytes)
     found, dying = list(modules), _dying(trace)
+    # A pointwise part asks for what modules inside it made in the middle of its own forward: no more than both.
+    amid = {
+        freed_by[i] for module in modules if module.record.key.name.endswith(POINTWISE)
+        for i in module.keeps if i in freed_by and _inside(modules[freed_by[i]], module)
+    }  # fmt: skip
     for m in earlier:
         module, run = modules[m], runs[m]
         away = tuple((i, first, min(last, run)) for i, first, last in module.away if first <= run)
         working, before = _working_bytes(trace, module.record, run, dying), needed[run]
         needed[run] = max(working, before)
-        found[m] = replace(module, run=run, away=away, working_bytes=max(0, working - before))
+        more = working if m in amid else max(0, working - before)
+        found[m] = replace(module, run=run, away=away, working_bytes=more)
     return found
 
 

@@ -70,6 +70,7 @@ class Recorder:
         self._not_sole: dict[int, SavedTensor] = {}
         self._resident: dict[int, int] = {}  # serial -> bytes on the device now
         self._resident_bytes = 0
+        self._gone: dict[Key, int] = {}  # dropped ones: the point at which they were found gone
         self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
         self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
         self._operators: list[tuple[str, int, Event, Event]] = []  # name, next point, before, after
@@ -97,12 +98,17 @@ class Recorder:
         memory = self._accelerator.memory()
         allocated = memory.allocated_bytes
         index = self._next
+        ours: list[SavedTensor] = []  # nobody has saved it, and now only a call that will run again holds it
         for serial, saved in list(self._not_sole.items()):
             if is_sole_holder(saved, self._sole_count):
-                self._records[serial].sole = index
                 del self._not_sole[serial]
-                if saved.state is State.DROPPED:
-                    self.left(saved)
+                if serial in self._records:
+                    self._records[serial].sole = index
+                    if saved.state is State.DROPPED:
+                        self.left(saved)
+                        self._gone[saved.key] = index
+                elif saved.state is State.DEVICE:
+                    ours.append(saved)
         peak, request = interval.peak_bytes, interval.largest_request_bytes
         if self._before_again is not None:
             peak = max(peak, self._before_again.peak_bytes)
@@ -112,11 +118,15 @@ class Recorder:
         if not index:
             self._lag_ms = 1000 * (start - self._begun)
         self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
+        kept = sum(saved.nbytes for saved in ours)  # without the plan it would be gone
         self.trace.points.append(
             Point(
-                position, 0.0, allocated, peak + again, request, self._resident_bytes, memory.reserved_bytes, again,
+                position, 0.0, allocated - kept, peak + again, request, self._resident_bytes, memory.reserved_bytes,
+                again,
             )
         )  # fmt: skip
+        self._resident |= {saved.serial: saved.nbytes for saved in ours}
+        self._resident_bytes += kept
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
         self.took_since(start)
@@ -126,11 +136,11 @@ class Recorder:
         self.host_ms += 1000 * (perf_counter() - start)
 
     def saved(self, saved: SavedTensor) -> None:
-        """First save, at the point just closed. (What nobody has saved yet is resident, but no save.)"""
+        """First save, at the point just closed. (What nobody has saved yet is resident once nobody else holds it, and
+        no save.)"""
         index = self._next - 1
         if saved.key.ordinal < 0:
-            self._resident[saved.serial] = saved.nbytes
-            self._resident_bytes += saved.nbytes
+            self._not_sole[saved.serial] = saved
             return
         record = SavedRecord(saved.key, saved.nbytes, index, index, None, None, None, True)
         self._records[saved.serial] = record
@@ -243,5 +253,5 @@ class Recorder:
                 record.movable, record.reason = False, "not read in backward"
             elif record.died is None:
                 record.movable, record.reason = False, "outlives the step"
-        trace.modules = self.modules.finish(trace)
+        trace.modules = self.modules.finish(trace, self._gone)
         return trace

@@ -157,14 +157,28 @@ def memory_curve(trace: StepTrace, placed: Iterable[Placed], modules: Iterable[M
 
 def recompute_changes(trace: StepTrace, modules: Iterable[Module]) -> Iterator[tuple[int, int]]:
     """(interval, change of bytes from it on)."""
+    end, kept_until = len(trace.points), dict[int, int]()
     for module in modules:
         for number, first, last in module.away:
             nbytes = trace.saved[number].nbytes
             yield first, -nbytes
             yield last + 1, nbytes
+        for number in module.frees:  # what others still hold is there twice once it has been made again
+            record = trace.saved[number]
+            until = min(end if each is None else each for each in (record.died, record.sole))
+            if module.run < until:
+                yield module.run + 1, record.nbytes
+                yield min(until + 1, end), -record.nbytes
+        for number in module.keeps:
+            kept_until[number] = max(kept_until.get(number, 0), module.run + 2)
         yield module.record.end + 1, module.record.input_bytes
         yield module.run + 1, module.working_bytes
-        yield min(module.run + 2, len(trace.points)), -module.working_bytes - module.record.input_bytes
+        yield min(module.run + 2, end), -module.working_bytes - module.record.input_bytes
+    for number, until in kept_until.items():  # what else reads it in backward may be done with it before
+        record = trace.saved[number]
+        if record.died is not None and record.died < until - 1:
+            yield record.died, record.nbytes
+            yield min(until, end), -record.nbytes
 
 
 def away(record: SavedRecord, read: int | None, release: int, prefetch: int, length: int) -> tuple[int, int]:

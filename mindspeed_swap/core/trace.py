@@ -66,9 +66,12 @@ class ModuleKey(NamedTuple):
     name: str  # within the layer; "layer" is the layer itself
 
 
+POINTWISE = ".pointwise"
+
+
 def pointwise_of(key: ModuleKey) -> ModuleKey:
     """What the module computes between the modules inside it."""
-    return key._replace(name=f"{key.name}.pointwise")
+    return key._replace(name=key.name + POINTWISE)
 
 
 @dataclass(slots=True)

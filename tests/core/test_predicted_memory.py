@@ -69,6 +69,10 @@ class Net:
         return run_step(self, self.leaves, manager, plan, record=record)
 
 
+def _gated(gate, value):
+    return torch.cat((functional.silu(gate) * value, value), -1)
+
+
 OPERATORS = {
     "product": lambda x, square, up, down: x @ square,
     "wide": lambda x, square, up, down: functional.silu(x @ up) @ down,
@@ -79,6 +83,7 @@ OPERATORS = {
     "scale": lambda x, *_: x * 0.9,
     "residual": lambda x, *_: x + torch.tanh(x),
     "attention": lambda x, *_: ((x @ x.t()) / 8).softmax(-1) @ x,
+    "gated": lambda x, *_: _gated(*x.chunk(2, -1)),
     "working": lambda x, *_: (x.repeat(1, 8) * 0.5).sigmoid().reshape(TOKENS, 8, WIDTH).mean(1),
 }
 
@@ -94,14 +99,21 @@ def by_name(trace, names) -> Plan:
     return Plan(trace.model, 0, (), tuple(found))
 
 
-def check(model, manager, trace, plan, plain) -> None:
+def check(model, manager, trace, plan, plain, most_over=1.03, most_over_again=1.15) -> None:
     outcome = model.step(manager, plan, record=True)
     assert_same(outcome, plain)
     assert outcome.stats.on_demand_loads == outcome.stats.evictions == 0
     predicted, measured = simulate(trace, plan).curve, [point.peak_bytes for point in outcome.trace.points]
     short = [(i, b - a) for i, (a, b) in enumerate(zip(predicted, measured, strict=True)) if a < b - NOISE_BYTES]
     assert not short
-    assert max(predicted) <= 1.03 * max(measured)
+    assert max(predicted) <= most_over * max(measured)
+    # The trace of that step tells nearly the same peaks, of the plan and without it: not too low ones, but what is held
+    # by a call only, or twice, is so without the plan, too.
+    sizes = {module.record.key: module.freed_bytes for module in modules_of(outcome.trace)}
+    recorded = max(point.peak_bytes for point in trace.points)
+    for one, peak in ((plan, max(measured)), (Plan(trace.model, 0, ()), recorded)):
+        if all(sizes.get(again.key) == again.nbytes for again in one.recomputes):
+            assert peak - NOISE_BYTES <= simulate(outcome.trace, one).peak <= most_over_again * peak
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -143,3 +155,85 @@ def test_what_is_released_where_a_module_runs_again_makes_room_for_it(sim):
     for run in runs:
         at = order.index(trace.points[run].position)
         assert order[at + 1].name == "layer"
+
+
+class Special:
+    """One layer, of which ``body`` is the forward."""
+
+    def __init__(self, body) -> None:
+        values = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=values) / 5)
+        self.inputs = torch.randn(2048, WIDTH, generator=values)
+        self.body, self.manager = body, None
+
+    def call(self, name, function, *args, **options):
+        return self.manager.calls.call(name, function, args, {}, **options)
+
+    def step(self, manager, plan=None, record=False):
+        self.manager = manager
+
+        def forward(layer):
+            with layer(1):
+                return self.body(self, self.inputs @ self.weight).sum(1).sin().mean()
+
+        return run_step(forward, [self.weight], manager, plan, record=record)
+
+
+def check_special(sim, body, names, **most):
+    model, manager = Special(body), new_manager(sim)
+    plain = model.step(manager)
+    trace = model.step(manager, record=True).trace
+    plan = by_name(trace, names)
+    assert len(plan.recomputes) == len(names)
+    check(model, manager, trace, plan, plain, **{"most_over": 1.01} | most)
+
+
+def test_an_input_that_others_have_read_before_is_kept_by_the_call(sim):
+    def body(model, x):
+        y = model.call("gate", lambda t: torch.sigmoid(t * 0.5).exp(), x)
+        z = (y.sum(1, keepdim=True).expand(-1, 64) * 1.0).square()  # its backward is the peak
+        return z.mean(1, keepdim=True) * x
+
+    check_special(sim, body, ["gate"])
+
+
+def test_what_others_hold_is_there_twice_once_it_has_been_made_again(sim):
+    held = []
+
+    def body(model, x):
+        held.clear()  # of the step before
+
+        def function(t, weight):
+            made = torch.sigmoid(t @ weight)
+            if model.manager.scope is not None:  # in forward
+                held[:] = [made.detach()]
+            return torch.tanh(made).exp().exp()
+
+        return model.call("f", function, x, model.weight)
+
+    check_special(sim, body, ["f"])
+    held.clear()
+
+
+def test_inputs_that_nobody_has_saved_yet_are_no_saved_tensors(sim):
+    def function(t, weight):
+        with torch.no_grad():
+            scale = (t.repeat(1, 16) * 1.0).abs().max()  # works before t is saved
+        return torch.tanh(t / scale @ weight)
+
+    check_special(sim, lambda model, x: model.call("f", function, x, model.weight) + 1.0, ["f"])
+
+
+def test_a_pointwise_part_waits_in_its_middle_for_what_it_is_run_from(sim):
+    def wide(t):
+        return t.repeat(1, 16) * 1.0
+
+    def outer(model, t):
+        mine = wide(t)  # there while the inner one runs
+        made = model.call("outer.inner", lambda u: torch.sigmoid(wide(u).reshape(-1, 16, WIDTH).sum(1)), t)
+        return torch.tanh(made * made) + mine.reshape(-1, 16, WIDTH).sum(1)
+
+    def body(model, x):
+        return model.call("outer", outer, model, x, keeps_outputs=True)
+
+    check_special(sim, body, ["outer.pointwise", "outer.inner"], most_over=1.5, most_over_again=1.5)
