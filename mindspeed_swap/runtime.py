@@ -108,10 +108,11 @@ class Runtime:
         return self.shapes.current if self.shapes else None
 
     # ---- called by the patches
-    def meet_peers(self, group: Any) -> None:
-        """The process group of the ranks that run the same layers. Before the first step."""
+    def meet_peers(self, group: Any, entangled: bool) -> None:
+        """The process group of the ranks that run the same layers, and whether these talk within layers. Before the
+        first step."""
         if self.shapes is not None and torch.distributed.get_world_size(group) > 1:
-            self.shapes.peers = GroupPeers(group, self._accelerator)
+            self._kept.plans = self.shapes.follow(GroupPeers(group, self._accelerator, entangled))
 
     @contextmanager
     def step(self, models: list[Any], optimizer: Any, microbatches: int) -> Iterator[None]:

@@ -44,7 +44,12 @@ def _meet_peers() -> None:
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank(True) == 0
     if several and first:
         speak_for_stage()
-    runtime.get().meet_peers(parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    sizes = (
+        parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )  # fmt: skip
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    runtime.get().meet_peers(group, entangled=max(sizes) > 1)
 
 
 def _optimizer_step(original: Any) -> Any:

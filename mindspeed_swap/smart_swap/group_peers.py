@@ -15,8 +15,8 @@ T = TypeVar("T")
 class GroupPeers(Peers):
     """The ranks of a process group of the device's backend. Figures are exact up to 2^53."""
 
-    def __init__(self, group: Any, accelerator: Accelerator) -> None:
-        self._group, self._accelerator = group, accelerator
+    def __init__(self, group: Any, accelerator: Accelerator, entangled: bool) -> None:
+        self._group, self._accelerator, self.entangled = group, accelerator, entangled
         self.count = torch.distributed.get_world_size(group)
         self._source = torch.distributed.get_global_rank(group, 0)
         self.leader = torch.distributed.get_rank() == self._source

@@ -16,6 +16,7 @@ class Peers:
 
     leader = True
     count = 1
+    entangled = False  # in what a module computes, ranks wait for one another
 
     def worst(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks, for each. Every rank calls this or ``worst_later``, once per step, with as many."""

@@ -170,6 +170,7 @@ class SmartSwap:
     _unrecorded: int = 0  # so many of the next steps
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
+    _waited: bool = False
     _kept_try: int | None = None  # number of the try whose plan Stable runs
     _lines: list[str] = field(default_factory=list)  # to be told
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
@@ -223,7 +224,7 @@ class SmartSwap:
     # ---- with the other ranks
     def _state(self) -> float:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        return 1000.0 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
+        return 1e6 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
 
     def _agree(self, *own: float, later: bool = False) -> _Facts:
         """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""
@@ -234,6 +235,15 @@ class SmartSwap:
             return _Facts(0, 0, 0, 0, 0, 0)
         together = worst[:2] == [-each for each in worst[2:4]]
         return _Facts(*(worst if together else values)[4:], together=together)
+
+    def _must_wait(self, facts: _Facts) -> bool:
+        """Modules that talk to other ranks must run again on all of them or on none: then nobody decides alone."""
+        waits = self.policy.recomputes and self.peers.entangled and not facts.together
+        if waits and not self._waited:
+            self._waited = True
+            self.tell(f"{self.policy.feature}: ranks with the same layers ran steps of different sizes: nothing is "
+                      "decided from those")  # fmt: skip
+        return waits
 
     def _decide(self, facts: _Facts, decide: Callable[[], None]) -> None:
         """Of ranks that are together the leader decides, once, and all follow: what each knows by itself (plans that
@@ -266,7 +276,7 @@ class SmartSwap:
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
         own = self.peak_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
-        if facts.unready:
+        if facts.unready or self._must_wait(facts):
             return False
         self._afresh, self._extra_bytes, self._peer_lacks_more = False, 0, max(0.0, facts.over - own)
         self._learned_reserve_bytes = None
@@ -334,6 +344,8 @@ class SmartSwap:
         over = 0 if self.policy.moves_all else max(0, peak - most)
         took_ms = trace.step_ms if self._timed_ms is None else self._timed_ms
         facts = self._agree(0, trouble_of(stats), over, peak, took_ms)
+        if self._must_wait(facts):
+            return False
         trouble, over = int(facts.trouble), int(facts.over)
         self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
         if trouble or over:
@@ -434,7 +446,8 @@ class SmartSwap:
             self._saved = stats.saved  # a loaded plan does not know
         other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
-        self._bad_steps = self._bad_steps + 1 if facts.trouble > self._accepted_trouble or facts.unready else 0
+        bad = facts.trouble > self._accepted_trouble or facts.unready
+        self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS:
             return False
         self._bad_steps, self._afresh = 0, True

@@ -48,6 +48,11 @@ class Shapes:
                     f"{format_bytes(capacity_bytes)}: search again without --swap-plan"
                 )
 
+    def follow(self, peers: Peers) -> dict[Shape, Plan]:
+        """Before the first step. A rank may lack its file: all take the leader's saved plans, which are returned."""
+        self.peers, self._saved = peers, peers.share(self._saved)
+        return dict(self._saved)
+
     def begin(self, microbatches: int, capacity_bytes: int, host_bytes: int) -> SmartSwap:
         """A step begins. Of the device there are ``capacity_bytes`` (scripts change that late), and for swap
         ``host_bytes`` of the host."""

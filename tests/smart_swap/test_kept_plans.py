@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from steps import executed
+from test_phases import Board, ThreadPeers, on_both
 from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor
@@ -193,3 +194,18 @@ def test_another_megatron_has_a_cache_of_its_own(monkeypatch, cache):
     assert KeptPlans(run.options, "sim", CAPACITY).plans
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
     assert not KeptPlans(run.options, "sim", CAPACITY).plans
+
+
+def test_a_rank_that_lacks_its_file_takes_the_leaders_plans(cache):
+    """With one that searches and one that does not, modules would run again on one rank only."""
+    plan = Run(cache=cache).until_stable()
+    board = Board(2)
+    caches, found = (cache, cache.parent / "elsewhere"), {}
+
+    def rank(number: int) -> None:
+        run = Run(cache=caches[number])
+        run.kept.plans = run.shapes.follow(ThreadPeers(board, number))
+        found[number] = run.step(), dict(run.kept.plans)
+
+    on_both(rank)
+    assert found[0] == found[1] and plan in found[1][1].values()

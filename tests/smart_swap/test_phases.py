@@ -357,17 +357,22 @@ def on_both(rank) -> None:
 
 
 def together(
-    traces, steps: int, stats=None, names=(0, 0), capacities=(CAPACITY, CAPACITY), failed=((), ())
-) -> list[SmartSwap]:
-    """Both ranks in threads. Returns the searches, or raises what one of them raised."""
+    traces, steps: int, stats=None, names=(0, 0), capacities=(CAPACITY, CAPACITY), failed=((), ()), policy=None,
+    entangled=False, names_at=None,
+) -> list[SmartSwap]:  # fmt: skip
+    """Both ranks in threads. Returns the searches, or raises what one of them raised. ``names_at``: by step, in place
+    of ``names``."""
     board = Board(2)
     searches = [
-        SmartSwap(c, Policy(), ThreadPeers(board, r), names[r], tell=lambda text: None, failed=set(failed[r]))
+        SmartSwap(c, policy or Policy(), ThreadPeers(board, r), names[r], tell=lambda text: None, failed=set(failed[r]))
         for r, c in enumerate(capacities)
     ]
+    for search in searches:
+        search.peers.entangled = entangled
 
     def rank(number: int) -> None:
         for step in range(steps):
+            searches[number].name = (names_at or {}).get(step, names)[number]
             trace = traces[number] if step else replace(traces[number], has_optimizer_state=False)
             run(searches[number], trace, stats(number, step) if stats else None)
 
@@ -451,3 +456,35 @@ def test_what_was_tried_apart_does_not_part_them_later():
     one, two = large
     assert one.phase is two.phase is Phase.STABLE
     assert one.plan == two.plan and len(one.tries) == len(two.tries)
+
+
+RECOMPUTES = Policy(recomputes=True)
+
+
+def noisy(share: float):
+    """As another rank measures it."""
+    modules = [replace(m, forward_ms=m.forward_ms * (1 + share * (i % 3))) for i, m in enumerate(TRACE.modules)]
+    return replace(TRACE, modules=modules, points=[replace(p, time_ms=(1 + share) * p.time_ms) for p in TRACE.points])
+
+
+def test_ranks_that_wait_for_one_another_in_a_module_decide_nothing_alone():
+    """One would run a module again that another does not, and wait for ever."""
+    alone = together([TRACE, noisy(0.1)], 8, names=(7, 6), policy=RECOMPUTES)
+    assert all(search.plan is not None for search in alone)
+    waiting = together([TRACE, noisy(0.1)], 8, names=(7, 6), policy=RECOMPUTES, entangled=True)
+    assert all(search.plan is None and search.phase is Phase.WARM_UP for search in waiting)
+    swaps = together([TRACE, noisy(0.1)], 8, names=(7, 6), entangled=True)
+    assert all(search.plan is not None for search in swaps), "a copy waits for nobody"
+
+
+@pytest.mark.parametrize("apart", [range(3, 5), range(20, 40)], ids=["while it searches", "when it is stable"])
+def test_a_step_of_another_size_on_one_rank_changes_no_plan(apart):
+    def stats(number, step):
+        return StepStats(saved=SAVED, evictions=int(number == 1 and step in apart))
+
+    names_at = dict.fromkeys(apart, (7, 6))
+    one, other = together(
+        [TRACE, noisy(0.1)], 45, stats, names=(7, 7), policy=RECOMPUTES, entangled=True, names_at=names_at
+    )
+    assert one.phase is other.phase is Phase.STABLE
+    assert one.plan == other.plan and len(one.tries) == len(other.tries)
