@@ -53,10 +53,9 @@ def uninstall() -> None:
     global _wakeup
     if signal.getsignal(signal.SIGTERM) is _on_terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    writing, _wakeup = _wakeup, -1
-    if writing != -1:
-        _let_go(writing)
-        os.close(writing)  # ends the thread
+    if _wakeup != -1 and _let_go(_wakeup):
+        os.close(_wakeup)  # ends the thread
+        _wakeup = -1
 
 
 def end_if_terminated() -> None:
@@ -86,7 +85,8 @@ def _end_the_hard_way(reading: int) -> None:
             os.close(reading)
             return
         signals = data.count(signal.SIGTERM)
-        if _ending.is_set():
+        theirs = signal.getsignal(signal.SIGTERM) not in (_on_terminate, signal.SIG_DFL)  # taken over since
+        if _ending.is_set() or theirs:
             end = None
         elif signals > 1 or (end is not None and (signals or not ready)):
             libc = ctypes.CDLL(None)  # Python's own function is for the main thread only
@@ -97,12 +97,14 @@ def _end_the_hard_way(reading: int) -> None:
             end = time.monotonic() + GRACE_SECONDS
 
 
-def _let_go(writing: int) -> None:
-    """Signals no longer write there. Somebody else's pipe stays."""
-    if threading.current_thread() is threading.main_thread():
-        current = signal.set_wakeup_fd(-1)
-        if current not in (-1, writing):
-            signal.set_wakeup_fd(current)
+def _let_go(writing: int) -> bool:
+    """Signals no longer write there. Somebody else's pipe stays. False: only the main thread can do that."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    current = signal.set_wakeup_fd(-1)
+    if current not in (-1, writing):
+        signal.set_wakeup_fd(current)
+    return True
 
 
 def _before_fork() -> None:

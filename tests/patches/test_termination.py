@@ -50,6 +50,20 @@ termination.uninstall()
 print(signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 """
 
+THEIRS = """
+import signal, time
+from mindspeed_swap import termination
+termination.GRACE_SECONDS = 0.5
+termination.install(lambda: True)
+got = []
+signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))  # as --exit-signal-handler of Megatron does
+print("now", flush=True)
+end = time.monotonic() + 3.0
+while time.monotonic() < end:
+    time.sleep(0.1)
+print(len(got) > 0, "saved")
+"""
+
 
 def started(code: str, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
@@ -65,6 +79,16 @@ def test_blocked_in_c_it_ends_all_the_same(grace, signals):
         time.sleep(0.2)
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_handler_that_comes_later_has_the_last_word():
+    """Megatron saves a checkpoint then, however long that takes."""
+    process = started(THEIRS)
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+    assert process.communicate(timeout=60)[0] == "True saved\n"
+    assert process.returncode == 0
 
 
 def test_at_a_border_all_is_given_back_however_long_that_takes():
