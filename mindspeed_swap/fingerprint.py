@@ -21,6 +21,9 @@ _OTHERS = (
     "decoder_last_pipeline_num_layers", "num_layers_per_virtual_pipeline_stage", "use_distributed_optimizer",
     "overlap_grad_reduce", "overlap_param_gather", "accumulate_allreduce_grads_in_fp32", "optimizer",
     "use_precision_aware_optimizer", "optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2",
+    "bias_swiglu_fusion", "bias_gelu_fusion", "quick_geglu", "hybrid_layer_pattern", "hybrid_override_pattern", "spec",
+    "reset_attention_mask", "create_attention_mask_in_dataloader", "no_persist_layer_norm", "grad_reduce_in_bf16",
+    "main_grads_dtype", "heterogeneous_layers_config_path",
 )  # fmt: skip
 # A run that goes on from a checkpoint may set them in another way.
 _OF_A_START = {"perform_initialization", "use_cpu_initialization", "init_model_with_meta_device", "config_logger_dir"}
@@ -33,7 +36,7 @@ def layout_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def fingerprint(args: argparse.Namespace, config: type | None = None) -> str:
     """``name=value`` of ``layout_of`` and of whatever else is not as by default. ``config``: Megatron's dataclass that
-    describes a model; of its floats only dropout, as others scale numbers that are there in any case."""
+    describes a model; of its floats only those that decide what there is, as others scale what is there anyway."""
     named = layout_of(args)
     for name in _OTHERS:
         if value := getattr(args, name, None):
@@ -55,5 +58,5 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def _tells(name: str, value: Any) -> bool:
     if isinstance(value, float):
-        return name.endswith("dropout")
+        return name.endswith(("dropout", "capacity_factor"))
     return value is None or isinstance(value, bool | int | str | list | tuple | Enum) or type(value).__name__ == "dtype"

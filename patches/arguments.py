@@ -135,9 +135,10 @@ def activate(args: argparse.Namespace) -> None:
     runtime = sys.modules.get("mindspeed_swap.runtime")
     if runtime is not None and runtime.started():
         return
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    options = Options.from_args(args, TransformerConfig)
+    latent = getattr(args, "multi_latent_attention", False)
+    options = Options.from_args(args, MLATransformerConfig if latent else TransformerConfig)
     if options.any:
         check(args)  # again: what the script gave as defaults is known by now
         for text in compat.untested(args):

@@ -16,16 +16,14 @@ pytest.importorskip("megatron.training")
 PROGRAM = """
 import json, sys
 import mindspeed_swap.megatron_adaptor
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args, validate_args
-from mindspeed_swap.fingerprint import fingerprint
+from mindspeed_swap.options import Options
 
-found = []
+found, real = [], Options.from_args
+Options.from_args = lambda args, config: (options := real(args, config), found.append(options.model))[0]
 for flags in json.loads(sys.argv.pop()):
     sys.argv[1:] = flags
-    args = parse_args()
-    validate_args(args)
-    found.append(fingerprint(args, TransformerConfig))
+    validate_args(parse_args())
 print(json.dumps(found))
 """
 BASE = {
@@ -53,6 +51,18 @@ DIFFERENT = {
     "fused loss": ({}, {"--cross-entropy-loss-fusion": None}, "cross_entropy_loss_fusion"),
     "distributed optimizer": ({}, {"--use-distributed-optimizer": None}, "use_distributed_optimizer"),
     "experts": ({"--num-experts": "4"}, {"--num-experts": "4", "--moe-router-topk": "1"}, "moe_router_topk"),
+    "bias apart": ({"--swiglu": None}, {"--swiglu": None, "--no-bias-swiglu-fusion": None}, "bias_swiglu_fusion"),
+    "gradients": ({"--bf16": None}, {"--bf16": None, "--grad-reduce-in-bf16": None}, "grad_reduce_in_bf16"),
+    "an expert's room": (
+        {"--num-experts": "4", "--moe-expert-capacity-factor": "1.0", "--moe-token-dispatcher-type": "alltoall"},
+        {"--num-experts": "4", "--moe-expert-capacity-factor": "4.0", "--moe-token-dispatcher-type": "alltoall"},
+        "moe_expert_capacity_factor",
+    ),
+    "latent rank": (
+        {"--multi-latent-attention": None, "--kv-lora-rank": "16"},
+        {"--multi-latent-attention": None, "--kv-lora-rank": "32"},
+        "kv_lora_rank",
+    ),
     "positions": ({}, {"--position-embedding-type": "rope"}, "position_embedding_type"),
 }
 SAME = {
