@@ -57,7 +57,7 @@ def test_plan_of_a_file_is_run_at_once(trainer: Trainer, tmp_path) -> None:
     file, cache, caps = str(tmp_path / "plan.json"), str(tmp_path / "cache"), trainer.caps(layout, layout.dtype)
     plain = trainer.plain(layout, layout.dtype)
     slow = {"MINDSPEED_SWAP_SIM_LINK_GBPS": SLOW_LINK_GBPS}
-    kept = ("--swap-plan-save", file, "--swap-plan-cache", cache, "--exit-interval", "8")
+    kept = ("--swap-plan-save", file, "--swap-plan-cache", cache)
     trainer.train(layout, layout.dtype, ADAPTIVE, *kept, caps=caps, **slow)
     (plan,) = json.loads((tmp_path / "plan.json").read_text())["plans"].values()
     assert plan["recomputes"]
