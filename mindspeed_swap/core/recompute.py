@@ -67,6 +67,9 @@ def modules_of(trace: StepTrace) -> list[Module]:
         if away:
             freed_bytes = sum(trace.saved[i].nbytes for i, _, _ in away)
             keeps = tuple(number[key] for key in record.keeps)
+            if record.rerun_bytes is None:
+                frees, inputs = ([trace.saved[i] for i in numbers] for numbers in (freed, keeps))
+                record = replace(record, rerun_bytes=rerun_bytes(trace, record.begin, record.end, frees, inputs))
             working = _working_bytes(trace, record, run, dying)
             found.append(Module(record, run, tuple(freed), keeps, tuple(away), freed_bytes, working))
     return found
@@ -111,13 +114,10 @@ def _working_bytes(trace: StepTrace, record: ModuleRecord, run: int, dying: Mapp
     """``dying``: point -> bytes of the saved tensors that die in the interval before it."""
     if run + 1 >= len(trace.points):
         return 0
-    now, most = trace.points[run], record.rerun_bytes
-    if most is None:
-        number = {saved.key: saved for saved in trace.saved}
-        frees, keeps = ([number[key] for key in keys] for keys in (record.frees, record.keeps))
-        most = rerun_bytes(trace, record.begin, record.end, frees, keeps)
+    assert record.rerun_bytes is not None
+    now = trace.points[run]
     there = now.allocated_bytes - now.resident_bytes + dying.get(run + 1, 0)
-    return max(0, there + most - trace.base_bytes(run + 1))
+    return max(0, there + record.rerun_bytes - trace.base_bytes(run + 1))
 
 
 def _dying(trace: StepTrace) -> dict[int, int]:

@@ -20,7 +20,7 @@ def asked(arguments):
     if arguments[:2] == ["-X", "faulthandler"]:
         environment["PYTHONFAULTHANDLER"] = "1"
         del arguments[:2]
-    if environment.get("PYTHONWARNINGS") != "ignore" or not arguments:
+    if environment.get("PYTHONWARNINGS") != "ignore" or "PYTHONHASHSEED" in environment or not arguments:
         return None
     program, code = arguments.pop(0), None
     if program == "-c":
