@@ -1,6 +1,7 @@
 """The runtime on the simulated device, without Megatron: shapes that change, experts whose share varies, late loads."""
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 
@@ -92,6 +93,7 @@ def train(monkeypatch) -> Iterator:
     """``train(policy)`` -> Training. From here on CPU tensors are device memory."""
     monkeypatch.setenv("MINDSPEED_SWAP_DEVICE", "sim")
     device.install(LARGE)
+    gc.collect()  # memory of earlier tests would come free in the middle of one that measures
     started: list[Training] = []
 
     def start(policy: Policy | None = None, **settings: int) -> Training:

@@ -273,6 +273,7 @@ def test_memory_is_given_up_under_pressure(sim, slow_link, late_writes):
     ours, plain = trained(sim, True), trained(sim, None)
     held = ours.pipeline.held_bytes
     assert held > 0
+    gc.collect()  # of earlier tests
     sim.on_pressure(lambda nbytes, attempt: ours.overlap.give_up() > 0)
     device.set_capacity(device.memory_allocated() + held // 4)
     large = torch.empty(held, dtype=torch.uint8)
