@@ -33,7 +33,8 @@ from mindspeed_swap.model_state import has_state, owned_by, with_gradients
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.writer import ReportWriter, check_directory
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
-from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
+from mindspeed_swap.smart_swap.search import SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
 from mindspeed_swap.units import format_bytes
 from mindspeed_swap.virtual_optimizer.overlap import Overlap

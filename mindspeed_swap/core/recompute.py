@@ -104,7 +104,7 @@ def rerun_bytes(
             counts(-record.nbytes, end, min(last(record), stop))
     over = zip(range(begin + 1, stop + 1), accumulate(change), strict=False)
     needs = (
-        trace.base_bytes(i) + more for i, more in over if not any(first < i <= last for first, last, _ in left_out)
+        trace.base_bytes(i) + more for i, more in over if not any(left < i <= back for left, back, _ in left_out)
     )
     there = trace.points[begin].allocated_bytes - trace.points[begin].resident_bytes
     return max(0, max(needs, default=0) - there)

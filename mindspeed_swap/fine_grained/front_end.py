@@ -14,10 +14,11 @@ from mindspeed_swap.fine_grained.planning import Planning
 from mindspeed_swap.fine_grained.schema import SwapConfig
 from mindspeed_swap.fine_grained.setlines import set_lines, write_log
 from mindspeed_swap.log import say
+from mindspeed_swap.smart_swap.outcomes import Phase, Try, trouble_of
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.planning import fit_host
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap, Try, tell, trouble_of
+from mindspeed_swap.smart_swap.search import SmartSwap, tell
 from mindspeed_swap.units import format_bytes
 
 

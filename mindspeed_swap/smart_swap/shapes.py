@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.smart_swap.outcomes import Phase
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.plan_files import Shape, size_class
 from mindspeed_swap.smart_swap.planning import HOST_SLACK_SHARE
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap, tell
+from mindspeed_swap.smart_swap.search import SmartSwap, tell
 from mindspeed_swap.units import format_bytes
 
 _UNKNOWN = 0  # size class, before the first layer has run

@@ -14,7 +14,8 @@ from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.report.writer import ReportWriter
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.smart_swap.outcomes import Phase
+from mindspeed_swap.smart_swap.search import SmartSwap
 
 
 class _NoHost:

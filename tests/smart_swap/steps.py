@@ -7,7 +7,8 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve, simulate
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.smart_swap.outcomes import Phase
+from mindspeed_swap.smart_swap.search import SmartSwap
 
 
 def executed(trace: StepTrace, plan: Plan | None) -> StepTrace:

@@ -12,8 +12,9 @@ from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.kept_plans import KeptPlans, loaded_plans
 from mindspeed_swap.options import Options
+from mindspeed_swap.smart_swap.outcomes import Phase
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import Phase, SmartSwap
+from mindspeed_swap.smart_swap.search import SmartSwap
 from mindspeed_swap.smart_swap.shapes import Shapes
 from mindspeed_swap.virtual_optimizer.amount import VirtualOptions
 

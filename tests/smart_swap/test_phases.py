@@ -10,10 +10,11 @@ from traces import MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
 from mindspeed_swap.smart_swap.peers import Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+from mindspeed_swap.smart_swap.search import SmartSwap
 
 SHAPE = Shape(layers=4, sites_mib=(16, 32, 64), transient_mib=32, static_mib=256, optimizer_mib=32, logits_mib=16)
 TRACE = megatron_trace(SHAPE)

@@ -7,8 +7,9 @@ from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
 from mindspeed_swap.smart_swap.policy import MAX_TRIES, Policy
-from mindspeed_swap.smart_swap.search import NoPlan, Phase, SmartSwap
+from mindspeed_swap.smart_swap.search import SmartSwap
 
 SHAPE = Shape(layers=4)
 

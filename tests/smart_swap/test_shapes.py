@@ -13,8 +13,8 @@ from mindspeed_swap.core.mover import LATE_MS
 from mindspeed_swap.options import Options
 from mindspeed_swap.runtime import Runtime
 from mindspeed_swap.sim import device
+from mindspeed_swap.smart_swap.outcomes import Phase
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.search import Phase
 
 HIDDEN, LAYERS = 32, 6
 LARGE = 8 << 30

@@ -1,0 +1,78 @@
+"""What a search says of its steps: how the next one is to run, what tries did, how good the first record was. Pure."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.step import ExecutedStep, StepStats
+from mindspeed_swap.core.trace import Key
+
+
+class NoPlan(ValueError):
+    """What was asked for cannot be had. The message says how much there is at least, or what is missing."""
+
+
+class Phase(Enum):
+    WARM_UP = "WarmUp"
+    SEARCH = "SearchPolicy"
+    STABLE = "Stable"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """How the next step is to run."""
+
+    plan: Plan | None
+    record: bool
+    read_order: Mapping[Key, int]
+    host_bytes: int  # that the plan needs
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """A plan and what it did, on the rank that fared worst."""
+
+    plan: Plan
+    trouble: int  # loads that were not prefetched, prefetches without room, evictions
+    over_bytes: int  # measured peak above the target
+    peak_bytes: int
+    step_ms: float
+    step: ExecutedStep  # of this rank
+
+    @property
+    def rank(self) -> tuple[bool, int, float]:
+        return self.trouble > 0 or self.over_bytes > 0, self.over_bytes, self.step_ms
+
+    @property
+    def surprise(self) -> float:
+        """By what share the step took longer than promised; below 0: shorter."""
+        promised = self.plan.prediction
+        return self.step_ms / promised.step_ms - 1 if promised and promised.step_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How good the trace is that the first plan is made from."""
+
+    steps: int
+    evicted_bytes: int  # while it was recorded
+    stall_ms: float  # its times are without that
+    saved: int
+    candidates: int
+    candidate_bytes: int
+    peak_measured_bytes: int
+
+
+def trouble_of(stats: StepStats) -> int:
+    return stats.on_demand_loads + stats.skipped_prefetches + stats.evictions
+
+
+@dataclass(slots=True)
+class StableCounters:
+    steps: int = 0
+    on_demand_loads: int = 0
+    late_loads: int = 0
+    evictions: int = 0
+    skipped_prefetches: int = 0
