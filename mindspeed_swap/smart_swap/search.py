@@ -320,10 +320,12 @@ class SmartSwap:
         )
 
     def _promises_more(self) -> bool:
-        """The last try was faster than all before it, or the next plan should be, by more than steps differ anyway."""
+        """The last plan was faster than all before it, or the next should be, by more than steps differ anyway."""
         assert self.plan is not None
-        *before, last = [tried.step_ms for tried in self.tries if not tried.rank[0]]
-        best = min(before, default=float("inf"))
+        good = [tried for tried in self.tries if not tried.rank[0]]
+        # One that was measured twice is no worse for it.
+        last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
+        best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
         promised = self.plan.prediction.step_ms if self.plan.prediction else best
         return last < best * (1 - NOISE_SHARE) or promised < min(best, last) * (1 - NOISE_SHARE)
 

@@ -88,7 +88,10 @@ def _overhead(results: Results, name: str, point: str, most: float, what: str, h
         share = results.runs(name, point)[-1]["held_bytes"] / results.runs(name, PLAIN)[-1]["held_bytes"]
         good = over <= most and (held is None or share <= held * HELD_TOLERANCE)
         figure = f"{over:+.2%}" + (f", {share:.0%} held" if held is not None else "")
-        return figure, good and _within_budget(results, name, point), _budget_text(results, name, point)
+        why = _budget_text(results, name, point)
+        if not why and not good:
+            why = _link_text(results, name, point)
+        return figure, good and _within_budget(results, name, point), why
 
     limit = f"<= {most:.1%}" + (f", <= {held:.0%} held" if held is not None else "")
     return _row(f"{name}: {what}", limit, _why_not(results, name, point), make)
@@ -266,6 +269,17 @@ def _budget_text(results: Results, name: str, point: str) -> str:
         return ""
     run = results.runs(name, point)[-1]
     return f"peak {run['peak_bytes']['forward_backward'] / run['budget_bytes']:.3f} of the budget"
+
+
+def _link_text(results: Results, name: str, point: str) -> str:
+    """If the link cannot carry what was swapped while forward runs: by how much."""
+    inputs, swap = results.bound_inputs(name), results.runs(name, point)[-1].get("swap")
+    if inputs is None or not swap:
+        return ""
+    out_ms = swap["swap_bytes"] / inputs.out_bytes_per_ms
+    if out_ms <= inputs.forward_ms:
+        return ""
+    return f"the copies out alone take {out_ms:.1f} ms, plain's forward {inputs.forward_ms:.1f} ms"
 
 
 def _known(value: float | int | None) -> float:

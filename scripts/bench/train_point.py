@@ -35,6 +35,16 @@ def use_fused_adam() -> None:
         optimizer.USING_PYTORCH_OPTIMIZER = False  # else Megatron 0.19 takes torch's class, whatever Adam is
 
 
+def allow_sequence_parallel() -> None:
+    """With torch's norms too: of Megatron's own, only apex's and Transformer Engine's know it. The same for every
+    point."""
+    from megatron.core.transformer import torch_norm
+
+    from mindspeed_swap.sim.megatron_fixes import allow_sequence_parallel_norm
+
+    allow_sequence_parallel_norm(torch_norm)
+
+
 GATE_SECONDS = 900.0  # longer than any point trains: nobody is left to open it
 
 
@@ -70,6 +80,7 @@ def keep_predictions() -> None:
 
 def main() -> None:
     use_fused_adam()
+    allow_sequence_parallel()
     keep_predictions()
     if plugin := os.environ.get("BENCH_PLUGIN"):
         import importlib

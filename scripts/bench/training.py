@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -22,6 +23,9 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
 OUT_OF_MEMORY = "out of memory"
 PARTING_WARNING = "destroy_process_group() was not called"  # torch's, behind what a run that failed has to say
+LAUNCHERS_REPORT = "torch/distributed/elastic/multiprocessing/api.py"
+# What a traceback ends with, also where torch says whose it is: "[rank1]: AssertionError: ...".
+ERROR = re.compile(r"(\[rank\d+\]: *)?[A-Za-z_][\w.]*(Error|Exception)\b")
 LOG_LINES = 40
 
 
@@ -106,10 +110,8 @@ class Run:
 
     def _outcome(self, code: int) -> dict[str, Any]:
         if code != 0:
-            lines = self._log.read_text(errors="replace").rstrip().split("\n")
-            lines = [line for line in lines if PARTING_WARNING not in line] or lines
-            told = next((line for line in reversed(lines) if OUT_OF_MEMORY in line.lower()), lines[-1])
-            why = told.strip()[:300] or f"exit code {code}"
+            lines = said_by_ranks(self._log.read_text(errors="replace"))
+            why = why_it_failed(lines) or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
         ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
         record = self._record | {"ok": True, "why": ""} | figures(ranks, self.job.workload.counted_steps)
@@ -121,6 +123,19 @@ class Run:
         if self._process.poll() is None:
             _end(self._process)
         self._temporary.cleanup()
+
+
+def said_by_ranks(log: str) -> list[str]:
+    """The lines of a run that failed, without torch's parting words and torchrun's report of who failed first."""
+    lines = [line for line in log.rstrip().split("\n") if PARTING_WARNING not in line]
+    report = next((number for number, line in enumerate(lines) if LAUNCHERS_REPORT in line), len(lines))
+    return lines[:report] or lines
+
+
+def why_it_failed(lines: list[str]) -> str:
+    """One line: what says that memory ran out, else the last error, else the last of all."""
+    told = [line for line in lines if OUT_OF_MEMORY in line.lower()] or [line for line in lines if ERROR.match(line)]
+    return (told or lines or [""])[-1].strip()[:300]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -37,6 +37,18 @@ def test_share_of_held_bytes(tmp_path, held, peak, state):
     assert states(tmp_path)["A: SmartSwap, 25 % of activation bytes moved"].state == state
 
 
+@pytest.mark.parametrize(
+    "swapped, why", [(1.2, "the copies out alone take 36.0 ms, plain's forward 30.0 ms"), (0.9, "")]
+)
+def test_a_link_that_cannot_carry_it_is_named(tmp_path, swapped, why):
+    source = record("A", "adaptive@nothing", 100.0, recompute_options=[],
+                    link={"out_bytes_per_ms": GIB / 30, "in_bytes_per_ms": GIB})  # fmt: skip
+    moved = swap(107.0) | {"swap_bytes": int(swapped * GIB)}
+    write(tmp_path, [plain("A"), source, record("A", "swap@moved25", 107.0, held=6 * GIB, swap=moved)])
+    row = states(tmp_path)["A: SmartSwap, 25 % of activation bytes moved"]
+    assert (row.state, row.why) == (SHORT, why)
+
+
 @pytest.mark.parametrize("step_ms, state", [(116.0, HELD), (117.0, SHORT)])
 def test_against_full_recompute(tmp_path, step_ms, state):
     full = record("A", "full", 125.0, **FULL)

@@ -8,6 +8,7 @@ import pytest
 import run
 import seed_tables
 import table
+import training
 from competitors import torchtune_offload
 from planted import plain, record, write
 
@@ -63,6 +64,24 @@ def test_what_is_not_installed_is_skipped(tmp_path, capsys, monkeypatch):
     args = ["--device", "sim", "--workload", "A", "--out", str(tmp_path), "--references", "", "--points", "torchtune*"]
     assert run.main(args) == 0
     assert "torchtune: skipped: install torchtune 0.6.1" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
+TORCHRUN = """E1129 09:44:34.243000 642 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================"""
+
+
+@pytest.mark.parametrize("said, why", [
+    ("Traceback\n[rank1]: AssertionError: CUDA_DEVICE_MAX_CONNECTIONS\nW warning of rank 0\n" + TORCHRUN,
+     "[rank1]: AssertionError: CUDA_DEVICE_MAX_CONNECTIONS"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried\nRuntimeError: NCCL\n" + TORCHRUN,
+     "torch.OutOfMemoryError: CUDA out of memory. Tried"),
+    ("pretrain_gpt.py: error: no such flag\nwarning: destroy_process_group() was not called",
+     "pretrain_gpt.py: error: no such flag"),
+    ("", ""),
+])  # fmt: skip
+def test_why_a_run_failed(said, why):
+    assert training.why_it_failed(training.said_by_ranks(said)) == why
 
 
 def test_rounds_begin_elsewhere(tmp_path):

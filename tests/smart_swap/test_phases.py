@@ -159,6 +159,26 @@ def test_the_search_goes_on_while_the_next_plan_promises_more():
     assert it.plan.prediction.step_ms == pytest.approx(best), "of two alike the one that was understood"
 
 
+@pytest.mark.parametrize("slow, tries", [(1.0, [1.0, 0.95]), (1.08, [1.0, 1.0, 0.95])])
+def test_a_slow_device_is_not_the_end_of_the_search(slow, tries):
+    """The first plan leaves room; the one that fills the target is 5 % faster. While they are tried the device is slow,
+    and slower where a step is recorded: a plan measured twice for that does not stand in the way of the next."""
+    rates = ("d2h_bytes_per_ms", "h2d_bytes_per_ms", "d2h_both_bytes_per_ms", "h2d_both_bytes_per_ms")
+    work = replace(TRACE, **{rate: getattr(TRACE, rate) / 16 for rate in rates})
+    target = LOW + (peak(TRACE) - LOW) // 4
+    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE), settles=True)
+    for number in range(3):
+        run(it, work if number else FIRST)
+    careful = it.plan
+    assert solve(work, target).prediction.step_ms < 0.96 * careful.prediction.step_ms
+    while it.phase is not Phase.STABLE:
+        step = executed(work, it.plan)
+        shown = replace(step, step_ms=1.1 * slow * step.step_ms) if it.next_step().record else None
+        it.after_step(StepStats(saved=SAVED), shown, slow * step.step_ms if it.times else None)
+    assert [round(tried.step_ms / careful.prediction.step_ms / slow, 2) for tried in it.tries] == tries
+    assert it.plan.budget_bytes > careful.budget_bytes
+
+
 def test_the_prediction_is_there_before_the_step_and_holds():
     it = search()
     run(it, FIRST)
