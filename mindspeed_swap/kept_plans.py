@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.files import check_file
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.summary import versions
@@ -21,6 +22,7 @@ class KeptPlans:
     def __init__(self, options: Options, device: str, capacity_bytes: int) -> None:
         self._file = _rank_file(options.plan_save) if options.plan_save else None
         self._written: dict[Shape, Plan] = {}  # to the file
+        self._said: set[str] = set()
         self._cache: PlanCache | None = None
         self.plans, self.failed = loaded_plans(options), set[str]()
         if options.plan_cache:
@@ -45,7 +47,7 @@ class KeptPlans:
         try:
             self._cache.save(self.plans, self.failed)
         except OSError as error:
-            say(f"--swap-plan-cache: not written, training goes on: {error}", every_rank=True)
+            self._say_once(f"--swap-plan-cache: not written, training goes on: {error.strerror}")
 
     def save_unfinished(self, shapes: Shapes) -> None:
         """Training is over. Whoever asked for a file gets one, though of a search that is not over; the cache does
@@ -65,14 +67,27 @@ class KeptPlans:
         try:
             save_plans(self._file, rank(), plans)
         except OSError as error:
-            say(f"--swap-plan-save: not written, training goes on: {error}", every_rank=True)
+            self._say_once(f"--swap-plan-save: not written, training goes on: {error.strerror}: {self._file}")
             return False
         self._written = dict(plans)
         return True
 
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(text, every_rank=True)
+
 
 def _rank_file(path: str) -> Path:
     return rank_file(path, rank(), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def check_places(options: Options) -> None:
+    """Before anything is built. Raises SettingError if a plan cannot be read, or the file not be written. (A cache
+    may be one that is only read.)"""
+    loaded_plans(options)
+    if options.plan_save:
+        check_file("--swap-plan-save", _rank_file(options.plan_save))
 
 
 def loaded_plans(options: Options) -> dict[Shape, Plan]:

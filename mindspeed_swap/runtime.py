@@ -26,12 +26,13 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.files import check_directory
 from mindspeed_swap.fine_grained.front_end import FineGrained
-from mindspeed_swap.kept_plans import KeptPlans, loaded_plans
+from mindspeed_swap.kept_plans import KeptPlans, check_places
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.model_state import has_state, owned_by, with_gradients
 from mindspeed_swap.options import Options
-from mindspeed_swap.report.writer import ReportWriter, check_directory
+from mindspeed_swap.report.writer import ReportWriter
 from mindspeed_swap.smart_swap.group_peers import GroupPeers
 from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
 from mindspeed_swap.smart_swap.search import SmartSwap
@@ -334,10 +335,10 @@ def start(options: Options) -> None:
     Raises SettingError.
     """
     global _options, _host_budget_bytes
-    loaded_plans(options)  # what is wrong with the file is said before anything is built
+    check_places(options)  # what is wrong with a file is said before anything is built
     prepare_device(options.names)
     if options.report_dir:
-        check_directory(options.report_dir)
+        check_directory("--swap-report-dir", options.report_dir)
     budget = host_budget(options.host_memory_gib, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     say(budget.line)
     _options, _host_budget_bytes = options, budget.per_rank_bytes

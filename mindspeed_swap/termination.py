@@ -10,6 +10,7 @@ or Python would forget it in the new one, and its byte in the pipe, which both s
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
@@ -21,17 +22,20 @@ from typing import Any
 
 # Between a border of the step and the next one lies less than this, unless the other ranks are gone.
 GRACE_SECONDS = 10.0
+JOIN_SECONDS = 1.0
 
 _number = 0  # of the signal that has come
 _busy: Callable[[], bool] | None = None
 _wakeup = -1  # the pipe's end that the signal writes to
+_reader: threading.Thread | None = None  # of the other end
+_STOP = b"\0"  # no signal has this number
 _ending = threading.Event()
 _forking = threading.local()  # the signals that its thread had blocked before
 
 
 def install(busy: Callable[[], bool]) -> None:
     """``busy``: True while the process may not end where it is, but will call ``end_if_terminated`` soon."""
-    global _busy, _wakeup
+    global _busy, _wakeup, _reader
     _busy = busy
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # somebody else's handler stays
@@ -46,16 +50,21 @@ def install(busy: Callable[[], bool]) -> None:
         os.close(writing)
         return
     _wakeup = writing
-    threading.Thread(target=_end_the_hard_way, args=(reading,), name="mindspeed_swap SIGTERM", daemon=True).start()
+    _reader = threading.Thread(target=_end_the_hard_way, args=(reading,), name="mindspeed_swap SIGTERM", daemon=True)
+    _reader.start()
 
 
 def uninstall() -> None:
-    global _wakeup
+    global _wakeup, _reader
     if signal.getsignal(signal.SIGTERM) is _on_terminate:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if _wakeup != -1 and _let_go(_wakeup):
-        os.close(_wakeup)  # ends the thread
-        _wakeup = -1
+        with contextlib.suppress(BlockingIOError):
+            os.write(_wakeup, _STOP)
+        os.close(_wakeup)  # a child's copy may stay open
+        if _reader is not None:
+            _reader.join(JOIN_SECONDS)
+        _wakeup, _reader = -1, None
 
 
 def end_if_terminated() -> None:
@@ -81,7 +90,7 @@ def _end_the_hard_way(reading: int) -> None:
     while True:
         ready, _, _ = select.select([reading], [], [], None if end is None else max(0.0, end - time.monotonic()))
         data = os.read(reading, 256) if ready else b""
-        if ready and not data:
+        if ready and (not data or _STOP in data):
             os.close(reading)
             return
         signals = data.count(signal.SIGTERM)

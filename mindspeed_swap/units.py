@@ -1,6 +1,7 @@
 """Sizes as people write them. GB in a flag is 1024^3 bytes; a link's GBPS is 10^9 bytes per second."""
 from __future__ import annotations
 
+import math
 import re
 
 from mindspeed_swap.errors import SettingError
@@ -19,6 +20,11 @@ def parse_bytes(text: str, setting: str) -> int:
     if value <= 0:
         raise SettingError(f"{setting}={text!r}: expected a size above 0 such as 600MiB, 1.5GiB or a number of bytes")
     return value
+
+
+def enough_gib(nbytes: float) -> str:
+    """For a flag that takes GB: no less, with two digits."""
+    return f"{math.ceil(nbytes / GIB * 100) / 100:.2f}"
 
 
 def format_bytes(nbytes: float) -> str:

@@ -105,7 +105,10 @@ def check(args: argparse.Namespace) -> None:
         if getattr(args, name, None) is not None and not any(compat.is_on(args, flag) for flag in of):
             are_off = "which is off" if len(of) == 1 else "which are off"
             setting = f"--{name.replace('_', '-')} is a setting of {' and '.join(of)}"
-            found.append(f"{setting}, {are_off}: add {' or '.join(of)}")
+            remedy = f"add {' or '.join(of)}"
+            if compat.is_on(args, "--swap-config"):
+                remedy = "leave it out, --swap-config says itself what moves"
+            found.append(f"{setting}, {are_off}: {remedy}")
     if getattr(args, "swap_plan", None) and getattr(args, "swap_plan_cache", None):
         found.append("--swap-plan and --swap-plan-cache both say which plan to run: give one")
     if found:
@@ -146,6 +149,23 @@ def activate(args: argparse.Namespace) -> None:
         from mindspeed_swap import megatron_adaptor
 
         megatron_adaptor.activate(options)
+    elif unused := [flag for flag in ("--swap-report-dir", "--swap-host-memory") if compat.is_on(args, flag)]:
+        say(f"{' and '.join(unused)} without {', '.join(compat.COMPAT)}: nothing changes")
+
+
+def _parse_args(original: Any) -> Any:
+    @functools.wraps(original)
+    def parse_args(*rest: Any, **kwargs: Any) -> Any:
+        args = original(*rest, **kwargs)
+        on = [flag for flag in compat.COMPAT if compat.is_on(args, flag)]
+        if on and getattr(args, "yaml_cfg", None) is not None:  # Megatron then calls nothing that we could see
+            raise SettingError(
+                f"{on[0]} cannot be used with --yaml-cfg: Megatron takes other ways there; give its arguments on the "
+                "command line"
+            )
+        return args
+
+    return parse_args
 
 
 def _validate_args(original: Any) -> Any:
@@ -180,5 +200,6 @@ def _must_not_be_given() -> None:
 
 PATCHES: list[Patch] = [
     ("megatron.training.arguments.add_megatron_arguments", _add_megatron_arguments),
+    ("megatron.training.arguments.parse_args", _parse_args),
     ("megatron.training.arguments.validate_args", _validate_args),
 ]

@@ -188,9 +188,9 @@ class _Solver:
         if self.host_budget is not None and _Solver(self.trace, KEEP_SWAP).least.peak < bound.reachable_bytes:
             reason += f"; the host budget of {format_bytes(self.host_budget)} limits them"
         message = (
-            f"infeasible: the floor is {format_bytes(bound.bytes)}, and no plan is below "
-            f"{format_bytes(bound.reachable_bytes)}, reached in phase {bound.phase} (budget {format_bytes(budget)}; "
-            f"{reason})"
+            f"infeasible: the floor is {format_bytes(bound.bytes)} with two layers at a time, and no plan, however "
+            f"slow, is below {format_bytes(bound.reachable_bytes)}, reached in phase {bound.phase} "
+            f"(budget {format_bytes(budget)}; {reason})"
         )
         return Infeasible(bound, message)
 

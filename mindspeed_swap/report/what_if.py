@@ -59,7 +59,7 @@ def read_traces(path: str) -> list[StepTrace]:
         if not traces[-1].points:
             raise SettingError(f"{file}: the trace has no points: nothing was recorded")
         if other := first_difference(traces[-1].model, traces[0].model, str(files[0])):
-            raise SettingError(f"{file}: of another model: {other}")
+            raise SettingError(f"{file}: of another model: {other}; give one rank's file, or a folder of one run")
     return traces
 
 

@@ -1,10 +1,8 @@
 """Writes a rank's files into ``--swap-report-dir``, each as a whole. A full disk is said and never stops training."""
 from __future__ import annotations
 
-import errno
 import json
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,7 +13,6 @@ import torch
 
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.step import ExecutedStep
-from mindspeed_swap.errors import SettingError
 from mindspeed_swap.files import replace_file
 from mindspeed_swap.log import say
 from mindspeed_swap.report.chrome import chrome_trace
@@ -64,20 +61,6 @@ class ReportWriter:
             replace_file(self._folder / name, text)
         except OSError as error:
             self._say_once(f"report not written, training goes on: {error}")
-
-
-def check_directory(directory: str) -> None:
-    """Raises SettingError if nothing can be written there: better at the start than after hours."""
-    try:
-        os.makedirs(directory, exist_ok=True)
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # full now, perhaps not later; said when a report is due
-        raise SettingError(
-            f"--swap-report-dir {directory}: cannot be written to ({error.strerror}); give a folder that can be, or "
-            "leave the flag out"
-        ) from error
 
 
 def agreed_run_id() -> str:

@@ -50,8 +50,10 @@ def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
     name = f"--swap-plan {path}"
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise SettingError(f"{name}: cannot be read: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"{name}: is damaged ({error}): search again") from None
     found = content.get("version") if isinstance(content, dict) else None
     if found != FILE_VERSION:
         raise SettingError(f"{name}: file version {found}, this release reads {FILE_VERSION}: search again")
@@ -62,8 +64,10 @@ def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
         for shape, plan in content["plans"].items():
             microbatches, number = map(int, shape.split("x"))
             plans[microbatches, number] = Plan.from_json(json.dumps(plan))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise SettingError(f"{name}: {error}: search again") from None
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise SettingError(f"{name}: is damaged ({error}): search again") from None
+    if not plans:
+        raise SettingError(f"{name}: holds no plan: search again")
     for plan in plans.values():
         if other := first_difference(plan.model, model):
             raise SettingError(f"{name}: was made for {other}: search again without --swap-plan")

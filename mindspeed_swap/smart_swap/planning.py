@@ -9,7 +9,7 @@ from mindspeed_swap.core.solve import Infeasible, solve
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.stages import eligible, move_all, predicted
-from mindspeed_swap.units import GIB, format_bytes
+from mindspeed_swap.units import enough_gib, format_bytes
 
 # Of the host budget, that plans leave: freed blocks of other sizes leave gaps.
 HOST_SLACK_SHARE = 0.05
@@ -56,7 +56,7 @@ def _short_of_host(plan: Plan, host_bytes: int) -> tuple[str, str]:
     need = host_need(plan)
     return (
         f"the plan needs {format_bytes(need)} of host memory and {format_bytes(host_bytes)} are to be had",
-        f"--swap-host-memory {need / GIB / (1 - HOST_SLACK_SHARE) + 0.005:.2f} would do",
+        f"--swap-host-memory {enough_gib(need / (1 - HOST_SLACK_SHARE))} would do",
     )
 
 

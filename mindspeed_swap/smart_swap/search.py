@@ -39,6 +39,9 @@ NOISE_SHARE = 0.01
 SURPRISE_SHARE = 0.05
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
 DRIFT_STEPS = 2
+# Each time that a search follows for that, the next one needs twice as many, up to so many doublings: where steps
+# differ for ever (experts on a full device), a plan with some trouble is better than one search after the other.
+MORE_PATIENT = 5
 # How often the room is enlarged for one try before its plan is taken to be the only one. AUTO doubles it each time.
 ROOM_TRIES = 3
 # By how much steps differ in the bytes that they save is seen over so many: experts save more or less each time.
@@ -98,6 +101,7 @@ class SmartSwap:
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _saved: int = 0  # tensors, in the step that the plan was made from
     _bad_steps: int = 0
+    _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _unrecorded: int = 0  # so many of the next steps
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
@@ -264,7 +268,8 @@ class SmartSwap:
     def _enter(self, phase: Phase, why: str) -> None:
         self._lines.append(
             f"{self.policy.feature}: {self.phase.value} -> {phase.value} at step {self.steps}, "
-            f"peak {format_bytes(self.peak_bytes)}, target {format_bytes(self.target_bytes)}; {why}"
+            + (f"peak {format_bytes(self.peak_bytes)}, " if self.peak_bytes else "")  # not known of a given plan
+            + f"target {format_bytes(self.target_bytes)}; {why}"
         )
         self.phase = phase
 
@@ -382,10 +387,11 @@ class SmartSwap:
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
         bad = facts.trouble > self._accepted_trouble or facts.unready
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
-        if self._bad_steps < DRIFT_STEPS:
+        if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
         self._bad_steps, self._afresh = 0, True
+        self._changes += 1
         self.tries.clear()
-        self._enter(Phase.SEARCH, "the workload has changed")
+        self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
         self._tell_lines()
         return True

@@ -105,7 +105,7 @@ class Shapes:
             elif self._searches:
                 self._tell(f"{_text(shape)} from step {self.current.steps + 1} on: planned anew")
             return search
-        self._tell(f"plan of the file: {plan.text}, no search")
+        self._tell(f"plan of the file: {plan.text or 'nothing to swap'}, no search")
         return search.run_saved(plan)
 
     def stable_plans(self) -> dict[Shape, Plan]:

@@ -46,7 +46,7 @@ def parse_amounts(words: Sequence[str], stages: int) -> tuple[int | None, ...]:
     amounts = [_amount(word) for word in words]
     if len(amounts) not in (1, stages):
         values = f"{len(amounts)} values" if len(amounts) != 1 else "1 value"
-        choices = "1" if stages == 1 else f"1 or {stages}"
+        choices = "1 value" if stages == 1 else f"1 or {stages}"
         raise SettingError(f"{FLAG}: {values} for {stages} pipeline stage{'s'[: stages > 1]}; give {choices}")
     if not any(amounts):
         raise SettingError(

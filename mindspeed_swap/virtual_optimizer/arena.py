@@ -106,7 +106,9 @@ class Arena:
         self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
         for unit in units:
             self._by_parameter.setdefault(unit.parameter, {})[unit.key] = unit
+        self._placed = False  # the units' tensors are in their places
         self.adopt()
+        self._placed = True
 
     def _new_memory(self, pool: HostPool) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Of the pool, or of the device's driver, and what makes a slice of it a tensor of the device."""
@@ -136,7 +138,8 @@ class Arena:
         return self._by_parameter.get(parameter, {})
 
     def adopt(self) -> None:
-        """Put every unit's own tensor (back) in its place, keeping the values of what was there instead."""
+        """Put every unit's own tensor (back) in its place, keeping the values of what was there instead. Raises
+        RuntimeError if that is of another shape."""
         for unit in self.units:
             assert unit.resting is not None
             if unit.key == MASTER:
@@ -145,7 +148,10 @@ class Arena:
                 found = self.optimizer.state[unit.parameter].get(unit.key)
             if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
                 self.come_to_rest()
-                self._accelerator.write_mapped(unit.resting, found)
+                self._write(unit, found)
+            elif found is None and self._placed:  # taken away: it starts anew, as in torch
+                self.come_to_rest()
+                unit.resting.zero_()
             self.rest(unit)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -185,6 +191,15 @@ class Arena:
             if value is None:
                 unit.resting.zero_()  # a parameter without state starts anew, as in torch
             elif value.data_ptr() != unit.resting.data_ptr():
-                self._accelerator.write_mapped(unit.resting, value)
+                self._write(unit, value)
             self.rest(unit)
         self.adopt()
+
+    def _write(self, unit: Unit, value: torch.Tensor) -> None:
+        assert unit.resting is not None
+        if value.shape != unit.resting.shape:  # a copy would broadcast it
+            raise RuntimeError(
+                f"optimizer state {unit.key!r} of shape {list(value.shape)} does not fit its parameter of shape "
+                f"{list(unit.resting.shape)}"
+            )
+        self._accelerator.write_mapped(unit.resting, value)

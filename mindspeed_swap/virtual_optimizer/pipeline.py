@@ -74,6 +74,11 @@ class Pipeline:
         self._lock = threading.Lock()
         self._running = False
 
+    def cut_anew(self, slices: list[Slice]) -> None:
+        """Between steps."""
+        self.shrink(0)
+        self._slices, self.slice_bytes = slices, max((each.nbytes for each in slices), default=0)
+
     @property
     def held_bytes(self) -> int:
         return (len(self._in) + len(self._stepped) + len(self._out)) * self.slice_bytes

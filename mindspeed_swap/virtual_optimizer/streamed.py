@@ -52,7 +52,9 @@ class Streamed:
         self._arena = arena
         self._optimizer = arena.optimizer
         limit = max(SMALLEST_SLICE_BYTES, min(SLICE_BYTES, arena.nbytes // SLICE_SHARE))
-        self._slices = cut(arena, slice_bytes or limit)
+        self._limit = slice_bytes or limit
+        self._order = self._moved()
+        self._slices = cut(arena, self._limit)
         flat = [each for slices in self._slices for each in slices]
         self.pipeline = Pipeline(arena.host_bytes, flat, accelerator, streams, skip_waits)
         # Main parameters are read right after the step, to make the model's; and anybody may write to them before it.
@@ -67,6 +69,11 @@ class Streamed:
         self._own_step = _without_hooks(type(self._optimizer).step)
         # On the instance and as a bound method, as torch's schedulers do it.
         self._optimizer.step = types.MethodType(self._with_hooks(), self._optimizer)  # type: ignore[method-assign]
+
+    def _moved(self) -> list[list[int]]:
+        """By group: its parameters whose state moves."""
+        groups = self._optimizer.param_groups
+        return [[id(p) for p in group["params"] if self._arena.units_of(p)] for group in groups]
 
     def _looked_into(self) -> None:
         if not self._in_step:
@@ -102,6 +109,9 @@ class Streamed:
         self._watch_state()
         try:
             self._arena.adopt()  # somebody may have made state since
+            if self._order != (order := self._moved()):  # or taken a parameter out of its group
+                self._order, self._slices = order, cut(self._arena, self._limit)
+                self.pipeline.cut_anew([each for slices in self._slices for each in slices])
             with self.pipeline.running(self._may_keep, 0 if self._all_leave else self.later_bytes()):
                 for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)
@@ -144,7 +154,8 @@ class Streamed:
                 for piece in each.pieces:
                     if piece.parameter.grad is not None:
                         parts.append((piece, self._enter(piece, buffer)))
-            yield [shown for _, shown in parts]
+            # Without any gradient the optimizer gets them as they are: it changes none, but counts its step.
+            yield [shown for _, shown in parts] or [piece.parameter for each in slices for piece in each.pieces]
         finally:
             for piece, shown in parts:
                 self._leave(piece, shown)
@@ -229,7 +240,7 @@ def _watched(name: str) -> Callable:
 
 
 # ``__iter__``: ``dict(state)`` and ``{**state}`` would not ask for anything if it were dict's own.
-for _name in ("__getitem__", "__iter__", "get", "items", "keys", "pop", "popitem", "setdefault", "values"):
+for _name in ("__getitem__", "__iter__", "__repr__", "get", "items", "keys", "pop", "popitem", "setdefault", "values"):
     setattr(_WatchedState, _name, _watched(_name))
 
 

@@ -5,6 +5,7 @@ link, where it is. *streamed*: it passes through device buffers around the step,
 """
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.swap_manager import SwapManager
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
-from mindspeed_swap.units import GIB, format_bytes
+from mindspeed_swap.units import GIB, enough_gib, format_bytes
 from mindspeed_swap.virtual_optimizer.amount import FLAG, VirtualOptions
 from mindspeed_swap.virtual_optimizer.arena import (
     Arena,
@@ -131,9 +132,10 @@ class VirtualOptimizer:
             raise self._no_room(need, free)
         say(
             f"virtual optimizer: {format_bytes(need)} wanted, {format_bytes(free)} of host memory free: trimmed "
-            f"(--swap-host-memory {(need + self._pool.used_bytes) / GIB:.2f} would do), {self._place}",
+            f"(--swap-host-memory {enough_gib(need + self._pool.used_bytes)} would do), {self._place}",
             every_rank=True,
         )
+        free -= len(chosen) * mmap.PAGESIZE  # each arena is of whole pages
         trimmed = []
         for optimizer, units in chosen:
             fitting = []
@@ -146,11 +148,14 @@ class VirtualOptimizer:
         return trimmed
 
     def _no_room(self, need: int, free: int) -> SettingError:
-        total = need + self._pool.used_bytes
+        what, instead = f"{FLAG} all", "a number of GB instead of all"
+        if self._amount is not None:
+            what, instead = f"{FLAG} {self._amount / GIB:g}", "a smaller number of GB"
+        enough = enough_gib(need + self._pool.used_bytes)
         return SettingError(
-            f"{FLAG} all: the optimizer state of {self._place} needs {format_bytes(need)} of host memory per rank and "
-            f"{format_bytes(max(0, free))} are free; give --swap-host-memory {total / GIB + 0.005:.2f} or more if the "
-            f"node has it, or a number of GB instead of all"
+            f"{what}: the optimizer state of {self._place} needs {format_bytes(need)} of host memory per rank and "
+            f"{format_bytes(max(0, free))} are free; give --swap-host-memory {enough} or more if the node has it, or "
+            f"{instead}"
         )
 
     def _placed(self, optimizer: Optimizer, units: list[Unit]) -> Arena:

@@ -55,7 +55,7 @@ def test_importing_wraps_the_argument_parser_and_nothing_else():
     """
     )
     lines = out.splitlines()
-    assert lines[:2] == ["['add_megatron_arguments', 'validate_args']", "1 False"]
+    assert lines[:2] == ["['add_megatron_arguments', 'parse_args', 'validate_args']", "1 False"]
     # no torch extension, no runtime, nothing of the core that a feature would need
     loaded = ast.literal_eval(lines[2])
     assert {name.split(".")[1] for name in loaded if "." in name} <= {
@@ -102,6 +102,24 @@ def test_flags_appear_in_the_help_of_any_megatron_script():
         assert flag in section
 
 
+@pytest.mark.parametrize("given", ["", "--swap-report-dir", "--swap-report-dir and --swap-host-memory"])
+def test_a_setting_of_features_that_are_all_off_is_told(given):
+    words = {"--swap-report-dir": "reports", "--swap-host-memory": "1"}
+    out = check(
+        """
+        import mindspeed_swap.megatron_adaptor
+        from megatron.training.arguments import parse_args
+        from mindspeed_swap.patches import arguments
+        arguments.activate(parse_args())
+        """,
+        *(word for flag, value in words.items() if flag in given for word in (flag, value)),
+    )
+    told = f"[mindspeed_swap] {given} without --smart-swap, --adaptive-memory-optimization, --swap-config, " + (
+        "--virtual-optimizer: nothing changes\n"
+    )
+    assert out == (told if given else "")
+
+
 def test_activating_installs_the_rest_and_remove_undoes_all():
     out = check(
         SNAPSHOT
@@ -123,8 +141,8 @@ def test_activating_installs_the_rest_and_remove_undoes_all():
     )
     lines = out.splitlines()
     assert lines[0].startswith("[mindspeed_swap] host memory: 1 rank x ")
-    patched = "add_megatron_arguments backward checkpoint forward forward_step step train_step validate_args"
-    assert lines[1] == str(patched.split())
+    patched = "backward checkpoint forward forward_step step train_step"
+    assert lines[1] == str(sorted([*patched.split(), "add_megatron_arguments", "parse_args", "validate_args"]))
     assert lines[2] == "[] 1"
 
 

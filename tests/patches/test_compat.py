@@ -191,3 +191,21 @@ def test_the_table_for_the_documentation():
     assert full.startswith("| full recompute | works: the inputs of the recomputed layers are swapped | error: ")
     assert "| FSDP | not tested | not tested | not tested | error: it owns the optimizer's state |" in rows
     assert any(row.startswith("| CUDA graphs | error: ") for row in rows)
+
+
+@pytest.mark.parametrize("flag", COMPAT)
+def test_arguments_out_of_a_yaml_file_are_refused(flag):
+    given = argparse.Namespace(yaml_cfg="model.yaml", **{flag.lstrip("-").replace("-", "_"): "all"})
+    with pytest.raises(SettingError, match=f"^{flag} cannot be used with --yaml-cfg: .* on the command line$"):
+        arguments._parse_args(lambda: given)()
+    alone = argparse.Namespace(yaml_cfg="model.yaml")
+    assert arguments._parse_args(lambda: alone)() is alone
+    given.yaml_cfg = None
+    assert arguments._parse_args(lambda: given)() is given
+
+
+def test_a_plan_file_beside_a_list_of_ones_own_is_to_be_left_out():
+    given = argparse.Namespace(swap_config="a.yaml", swap_plan_save="plan")
+    told = "--swap-plan-save is a setting of .*: leave it out, --swap-config says itself what moves"
+    with pytest.raises(SettingError, match=told):
+        arguments.check(given)

@@ -1,6 +1,7 @@
 """Plans that outlive a run, in the file of --swap-plan-save and in the cache: which, when, and what is said."""
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -10,7 +11,8 @@ from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.kept_plans import KeptPlans, loaded_plans
+from mindspeed_swap.errors import SettingError
+from mindspeed_swap.kept_plans import KeptPlans, check_places, loaded_plans
 from mindspeed_swap.options import Options
 from mindspeed_swap.smart_swap.outcomes import Phase
 from mindspeed_swap.smart_swap.policy import Policy
@@ -154,6 +156,26 @@ def test_a_shape_that_is_searched_for_anew_keeps_its_plan_until_that_is_over(fil
     assert written(file) == cached(cache) == found and capsys.readouterr().out == ""
     run.until_stable()
     assert written(file) == cached(cache) == found | {1: run.shapes.current.plan.decisions}
+
+
+@pytest.mark.parametrize(
+    "path, why", [("/proc/nowhere/plan", "cannot be written to"), ("", "is a folder; give a file")]
+)
+def test_a_file_that_cannot_be_written_is_an_error_at_the_start(path, why, tmp_path):
+    given = path or str(tmp_path)
+    with pytest.raises(SettingError, match=f"^--swap-plan-save {re.escape(given.removesuffix('/plan'))}: {why}"):
+        check_places(Options(True, None, None, TRACE.model, plan_save=given))
+
+
+def test_a_file_that_can_no_longer_be_written_is_said_once(file, capsys):
+    run = Run(file)
+    run.warm_up()
+    file.parent.joinpath(file.name).mkdir(parents=True)
+    run.until_stable()
+    run.drift()
+    run.until_stable()
+    run.end()
+    assert capsys.readouterr().out.count("--swap-plan-save: not written, training goes on: Is a directory") == 1
 
 
 def test_a_file_that_cannot_be_written_does_not_keep_the_cache_from_it(cache, capsys):

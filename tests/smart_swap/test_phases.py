@@ -179,6 +179,35 @@ def test_a_slow_device_is_not_the_end_of_the_search(slow, tries):
     assert it.plan.budget_bytes > careful.budget_bytes
 
 
+def test_searches_for_a_workload_that_changes_for_ever_become_rare():
+    """Experts on a full device: each step saves more or less than the last."""
+    it = search()
+    settle(it, TRACE)
+    patience = []
+    for _ in range(8):
+        before = it.steps
+        while it.phase is Phase.STABLE:
+            run(it, TRACE, StepStats(saved=SAVED, evictions=9))
+        patience.append(it.steps - before)
+        while it.phase is not Phase.STABLE:
+            run(it, TRACE)
+    assert patience == [2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def test_a_given_plan_that_does_not_fit_is_told_as_that(capfd):
+    it = search()
+    it.run_saved(solve(TRACE, CAPACITY))
+    for _ in range(2):
+        run(it, TRACE, StepStats(saved=SAVED, on_demand_loads=5))
+    told = capfd.readouterr().out
+    assert it.phase is Phase.SEARCH and "Stable -> SearchPolicy at step 2, target" in told
+    assert "the given plan does not fit" in told and "peak" not in told
+    settle(it, TRACE)
+    for _ in range(4):
+        run(it, TRACE, StepStats(saved=SAVED, on_demand_loads=5))
+    assert "the workload has changed" in capfd.readouterr().out
+
+
 def test_the_prediction_is_there_before_the_step_and_holds():
     it = search()
     run(it, FIRST)

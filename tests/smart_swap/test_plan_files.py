@@ -54,8 +54,15 @@ def test_versions_and_damage(tmp_path):
     path.write_text(json.dumps({**content, "version": 7}))
     with pytest.raises(SettingError, match="file version 7, this release reads 1"):
         load_plans(path, 0, MODEL)
-    path.write_text("{")
-    with pytest.raises(SettingError, match="cannot be read"):
+    for damaged in ("{", '{"version": 1, "plans"', "[" * 200_000):
+        path.write_text(damaged)
+        with pytest.raises(SettingError, match=r"is damaged \(.*\): search again"):
+            load_plans(path, 0, MODEL)
+    path.write_text(json.dumps({**content, "plans": []}))
+    with pytest.raises(SettingError, match=r"is damaged \(.*\): search again"):
+        load_plans(path, 0, MODEL)
+    path.write_text(json.dumps({**content, "plans": {}}))
+    with pytest.raises(SettingError, match="holds no plan: search again"):
         load_plans(path, 0, MODEL)
     with pytest.raises(SettingError, match="cannot be read"):
         load_plans(tmp_path / "none", 0, MODEL)

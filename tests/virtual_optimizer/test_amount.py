@@ -45,7 +45,7 @@ def test_amounts(words, stages, expected):
         (["all", "4"], 2, r"--virtual-optimizer all 4: 'all' stands alone"),
         (["4", "all"], 2, r"--virtual-optimizer 4 all: 'all' stands alone"),
         (["1", "2", "3"], 4, r"^--virtual-optimizer: 3 values for 4 pipeline stages; give 1 or 4$"),
-        (["1", "2"], 1, r"^--virtual-optimizer: 2 values for 1 pipeline stage; give 1$"),
+        (["1", "2"], 1, r"^--virtual-optimizer: 2 values for 1 pipeline stage; give 1 value$"),
     ],
 )
 def test_refused(words, stages, message):
