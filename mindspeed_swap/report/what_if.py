@@ -108,6 +108,10 @@ def explained(traces: Sequence[StepTrace], budget: int, host_budget: int | None)
     return lines
 
 
+# From there up there are plans to choose from, whatever differs from step to step.
+LEAST_ROOM = 1.05
+
+
 def table(found: Frontier) -> str:
     """One line per budget. The flag line is that of the fastest curve; of equals, of the one with fewer verbs."""
     lines = [
@@ -131,6 +135,8 @@ def table(found: Frontier) -> str:
         flags = f"{CURVES[best][1]}  # MINDSPEED_SWAP_DEVICE_CAPACITY={_capacity(budget)}"
         if not moved.swap_bytes and not moved.recompute_bytes:
             flags = "(none needed)"
+        elif budget < LEAST_ROOM * found.floors[best].reachable_bytes:
+            flags += " (the very least: a run may need more)"
         rows.append([*row, format_bytes(moved.swap_bytes), format_bytes(moved.recompute_bytes), flags])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -56,6 +56,7 @@ def test_without_budgets_a_curve_from_the_floor_to_the_plain_peak(
     assert main(["what-if", str(folder / "rank0" / "step_trace.json")]) == 0
     rows = capsys.readouterr().out.split("flags\n")[1].splitlines()
     assert len(rows) >= 8 and "(below" not in rows[-1]
+    assert [row for row in rows if row.endswith("(the very least: a run may need more)")] == rows[-1:]
 
 
 @pytest.mark.parametrize(
