@@ -128,8 +128,12 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
+    """The thread is the parent's, and so is what it reads."""
+    global _wakeup, _reader
     if _wakeup != -1:
         _let_go(_wakeup)
+        os.close(_wakeup)
+        _wakeup, _reader = -1, None
         if signal.getsignal(signal.SIGTERM) is _on_terminate:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _after_fork()

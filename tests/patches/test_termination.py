@@ -49,6 +49,22 @@ print("still here", flush=True)
 termination.uninstall()
 print(signal.set_wakeup_fd(-1), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 """
+# The child uninstalls what is its parent's; then the parent ends as ever where Python's handlers do not run.
+UNINSTALLED_IN_A_CHILD = """
+import ctypes, os
+from mindspeed_swap import termination
+termination.GRACE_SECONDS = 0.5
+termination.install(lambda: True)
+child = os.fork()
+if child == 0:
+    termination.uninstall()
+    os._exit(0)
+os.waitpid(child, 0)
+mutex = ctypes.create_string_buffer(64)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+print("now", flush=True)
+ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
 
 THEIRS = """
 import signal, time
@@ -96,6 +112,16 @@ def test_at_a_border_all_is_given_back_however_long_that_takes():
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == "given back\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_forked_process_that_uninstalls_leaves_its_parent_be():
+    with subprocess.Popen([sys.executable, "-c", UNINSTALLED_IN_A_CHILD], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(20) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_a_forked_process_has_the_default_action_and_its_parent_goes_on():
