@@ -22,6 +22,7 @@ from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_c
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.core.trace import FORWARD
 from mindspeed_swap.core.waits import Wait
 
 # Below this, a wait is the time between two marks, not a wait.
@@ -164,6 +165,12 @@ class Mover:
         if planned and saved.held_elsewhere():
             self.stats.ineffective_bytes += saved.nbytes
         return saved.nbytes
+
+    def release_overdue(self, microbatch: int, chunk: int) -> None:
+        """Releases of that forward whose position never came: the order was not the plan's."""
+        for saved in list(self.leaving.values()):
+            if saved.release is not None and saved.release[:3] == (FORWARD, microbatch, chunk):
+                self.release(saved, planned=True)
 
     def stay(self, saved: SavedTensor) -> None:
         """LEAVING -> DEVICE: wanted before it was released. The device copy is the truth, the host copy void."""

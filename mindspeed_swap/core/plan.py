@@ -121,11 +121,13 @@ def _peaks(value: Any, where: str) -> dict[str, int]:
     return value
 
 
-def keys_by_position(swaps: Iterable[Swap]) -> tuple[dict[Position, list[Key]], dict[Position, list[Key]]]:
-    """What to release and what to prefetch, by where in the step."""
-    releases: dict[Position, list[Key]] = {}
-    prefetches: dict[Position, list[Key]] = {}
-    for swap in swaps:
-        releases.setdefault(swap.release, []).append(swap.key)
-        prefetches.setdefault(swap.prefetch, []).append(swap.key)
-    return releases, prefetches
+class Agenda:
+    """A plan's swaps as a step asks for them: by what is saved, and by where something is released or prefetched."""
+
+    def __init__(self, swaps: Iterable[Swap] = ()) -> None:
+        self.swaps = {swap.key: swap for swap in swaps}
+        self.releases: dict[Position, list[Key]] = {}
+        self.prefetches: dict[Position, list[Key]] = {}
+        for swap in self.swaps.values():
+            self.releases.setdefault(swap.release, []).append(swap.key)
+            self.prefetches.setdefault(swap.prefetch, []).append(swap.key)

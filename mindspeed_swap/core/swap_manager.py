@@ -21,7 +21,7 @@ from mindspeed_swap.core.live_tensors import LiveTensors
 from mindspeed_swap.core.module_calls import ModuleCalls
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
-from mindspeed_swap.core.plan import Plan, Swap, keys_by_position
+from mindspeed_swap.core.plan import Agenda, Plan
 from mindspeed_swap.core.recorder import Recorder
 from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State, modified_in_place
 from mindspeed_swap.core.spans import span
@@ -59,9 +59,7 @@ class SwapManager:
         self._strays = Strays()
         self.scope: Scope | None = None
         self.calls = ModuleCalls(self)
-        self._swaps: dict[Key, Swap] = {}
-        self._releases: dict[Position, list[Key]] = {}
-        self._prefetches: dict[Position, list[Key]] = {}
+        self._agenda = Agenda()
         self._thread = threading.local()
         self._recording_ms = 0.0  # of the host, in the last recorded step
         self.clock = StepClock(accelerator)
@@ -97,9 +95,8 @@ class SwapManager:
     ) -> None:
         """From here on, in the middle of a step: for what is saved from now on. A record of it begins anew."""
         with self._lock:
-            self._swaps = {swap.key: swap for swap in plan.swaps} if plan else {}
+            self._agenda = Agenda(plan.swaps if plan else ())
             self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
-            self._releases, self._prefetches = keys_by_position(self._swaps.values())
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
 
@@ -213,7 +210,7 @@ class SwapManager:
     def _follow_plan(self, saved: SavedTensor, number: int | None) -> None:
         if (call := self.calls.makes(saved, number)) is not None:
             self._mover.drop(saved, call)
-        elif (swap := self._swaps.get(saved.key)) is not None:
+        elif (swap := self._agenda.swaps.get(saved.key)) is not None:
             # Whatever its size is in this step: what an expert saves varies with its tokens.
             saved.release = swap.release
             self._mover.offload(saved)
@@ -297,13 +294,13 @@ class SwapManager:
 
     def _act(self, position: Position) -> None:
         """What the plan wants at this position. Each entry is used once."""
-        for key in self._releases.pop(position, ()):
+        for key in self._agenda.releases.pop(position, ()):
             if (saved := self.live.by_key.get(key)) is not None:
                 with self._lock:
                     self._mover.release(saved, planned=True)
         if self._mover.gave_up:
             self._begin_interval()
-        for key in self._prefetches.pop(position, ()):
+        for key in self._agenda.prefetches.pop(position, ()):
             if (saved := self.live.by_key.get(key)) is not None and saved.state is State.HOST:
                 self._prefetch(saved)
 
@@ -332,12 +329,8 @@ class SwapManager:
                 self._prefetch(saved)
 
     def _release_overdue(self, scope: Scope) -> None:
-        """Releases of this microbatch's forward whose position never came: the order was not the plan's."""
         with self._lock:
-            for saved in list(self._mover.leaving.values()):
-                due = saved.release
-                if due is not None and due[:3] == (FORWARD, scope.microbatch, scope.chunk):
-                    self._mover.release(saved, planned=True)
+            self._mover.release_overdue(scope.microbatch, scope.chunk)
         self._begin_interval()
 
     # ---- the end of a saved tensor
@@ -402,4 +395,4 @@ class SwapManager:
         """Let go of everything. Saved tensors still in a graph can no longer be read back after this."""
         self._drain()
         self._mover.close()
-        self._swaps, self._releases, self._prefetches = {}, {}, {}
+        self._agenda = Agenda()
