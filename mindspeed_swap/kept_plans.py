@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.files import check_file
-from mindspeed_swap.log import rank, say
+from mindspeed_swap.log import Once, rank, say
 from mindspeed_swap.options import Options
 from mindspeed_swap.report.summary import versions
 from mindspeed_swap.smart_swap.plan_cache import PlanCache
@@ -22,7 +22,7 @@ class KeptPlans:
     def __init__(self, options: Options, device: str, capacity_bytes: int) -> None:
         self._file = _rank_file(options.plan_save) if options.plan_save else None
         self._written: dict[Shape, Plan] = {}  # to the file
-        self._said: set[str] = set()
+        self._say_once = Once()
         self._cache: PlanCache | None = None
         self.plans, self.failed = loaded_plans(options), set[str]()
         if options.plan_cache:
@@ -71,11 +71,6 @@ class KeptPlans:
             return False
         self._written = dict(plans)
         return True
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            say(text, every_rank=True)
 
 
 def _rank_file(path: str) -> Path:

@@ -26,6 +26,18 @@ def speak_for_stage() -> None:
     _speaks_for_stage = True
 
 
+class Once:
+    """``say`` on every rank, each text once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            say(text, every_rank=True)
+
+
 def say(message: str, *, every_rank: bool = False, every_stage: bool = False) -> None:
     """Print one line. ``every_rank`` adds the rank's number and prints on all of them, ``every_stage`` on the first of
     each pipeline stage: one line per rank would be thousands."""

@@ -14,7 +14,7 @@ import torch
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.step import ExecutedStep
 from mindspeed_swap.files import replace_file
-from mindspeed_swap.log import say
+from mindspeed_swap.log import Once, say
 from mindspeed_swap.report.chrome import chrome_trace
 from mindspeed_swap.report.summary import SUMMARY_VERSION, summarize
 from mindspeed_swap.smart_swap.search import SmartSwap
@@ -29,7 +29,7 @@ class ReportWriter:
         self._layout = layout
         self._run_id = agreed_run_id()
         self._written: ExecutedStep | None = None  # what trace.json shows
-        self._said: set[str] = set()
+        self._say_once = Once()
 
     def write_summary(
         self, search: SmartSwap | None, pool: HostPool, device: str, virtual_optimizer: Mapping[str, Any] | None = None
@@ -50,11 +50,6 @@ class ReportWriter:
             self._written = step
             self._write("trace.json", json.dumps(chrome_trace(step, self._rank, self._run_id)))
             self._write("step_trace.json", step.trace.to_json())  # for ``mindspeed-swap what-if``
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            say(text, every_rank=True)
 
     def _write(self, name: str, text: str) -> None:
         try:

@@ -106,9 +106,9 @@ class Arena:
         self._by_parameter: dict[torch.Tensor, dict[str, Unit]] = {}
         for unit in units:
             self._by_parameter.setdefault(unit.parameter, {})[unit.key] = unit
-        self._placed = False  # the units' tensors are in their places
+            if unit.key != MASTER:
+                optimizer.state[unit.parameter].setdefault(unit.key, unit.resting)
         self.adopt()
-        self._placed = True
 
     def _new_memory(self, pool: HostPool) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Of the pool, or of the device's driver, and what makes a slice of it a tensor of the device."""
@@ -149,7 +149,7 @@ class Arena:
             if isinstance(found, torch.Tensor) and found.data_ptr() != unit.resting.data_ptr():
                 self.come_to_rest()
                 self._write(unit, found)
-            elif found is None and self._placed:  # taken away: it starts anew, as in torch
+            elif found is None:  # taken away: it starts anew, as in torch
                 self.come_to_rest()
                 unit.resting.zero_()
             self.rest(unit)

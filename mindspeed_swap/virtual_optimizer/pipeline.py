@@ -41,7 +41,7 @@ class _Buffer:
 
 
 class Pipeline:
-    """``host``: the arena, flat uint8, registered. ``slices``: of it, in the order in which they are stepped.
+    """``host``: the arena, flat uint8, registered.
 
     Note: [Giving buffers up]
     An allocation may run the pressure handler, in any thread, which calls ``give_up``. The lock is held while the
@@ -51,17 +51,16 @@ class Pipeline:
     def __init__(
         self,
         host: torch.Tensor,
-        slices: list[Slice],
         accelerator: Accelerator,
         streams: Streams,
         skip_waits: frozenset[Wait] = frozenset(),
     ) -> None:
-        self.slice_bytes = max((each.nbytes for each in slices), default=0)  # of a buffer
+        self.slice_bytes = 0  # of a buffer
         self.early_bytes = self.late_bytes = 0  # of the last step: in before it began, not yet out at its end
         self.comes_ahead = True  # False: what a step finds in host memory may change until it begins
         self.stepped = False  # since somebody last set this to False
         self._host = host
-        self._slices = slices
+        self._slices: list[Slice] = []
         self._accelerator = accelerator
         self._h2d, self._d2h = streams
         self._skip_waits = skip_waits
@@ -74,8 +73,8 @@ class Pipeline:
         self._lock = threading.Lock()
         self._running = False
 
-    def cut_anew(self, slices: list[Slice]) -> None:
-        """Between steps."""
+    def take(self, slices: list[Slice]) -> None:
+        """Of the arena, in the order in which they are stepped, in place of those before. Between steps."""
         self.shrink(0)
         self._slices, self.slice_bytes = slices, max((each.nbytes for each in slices), default=0)
 

@@ -53,10 +53,10 @@ class Streamed:
         self._optimizer = arena.optimizer
         limit = max(SMALLEST_SLICE_BYTES, min(SLICE_BYTES, arena.nbytes // SLICE_SHARE))
         self._limit = slice_bytes or limit
-        self._order = self._moved()
-        self._slices = cut(arena, self._limit)
-        flat = [each for slices in self._slices for each in slices]
-        self.pipeline = Pipeline(arena.host_bytes, flat, accelerator, streams, skip_waits)
+        self._order: list[list[int]] = []
+        self._slices: list[list[Slice]] = []  # by group
+        self.pipeline = Pipeline(arena.host_bytes, accelerator, streams, skip_waits)
+        self._follow_groups()
         # Main parameters are read right after the step, to make the model's; and anybody may write to them before it.
         self._all_leave = any(unit.key == MASTER for unit in arena.units)
         self.pipeline.comes_ahead = not self._all_leave
@@ -70,10 +70,13 @@ class Streamed:
         # On the instance and as a bound method, as torch's schedulers do it.
         self._optimizer.step = types.MethodType(self._with_hooks(), self._optimizer)  # type: ignore[method-assign]
 
-    def _moved(self) -> list[list[int]]:
-        """By group: its parameters whose state moves."""
+    def _follow_groups(self) -> None:
+        """The slices are in the order of the groups' parameters, as far as their state moves. Others may change it."""
         groups = self._optimizer.param_groups
-        return [[id(p) for p in group["params"] if self._arena.units_of(p)] for group in groups]
+        order = [[id(p) for p in group["params"] if self._arena.units_of(p)] for group in groups]
+        if order != self._order:
+            self._order, self._slices = order, cut(self._arena, self._limit)
+            self.pipeline.take([each for slices in self._slices for each in slices])
 
     def _looked_into(self) -> None:
         if not self._in_step:
@@ -109,9 +112,7 @@ class Streamed:
         self._watch_state()
         try:
             self._arena.adopt()  # somebody may have made state since
-            if self._order != (order := self._moved()):  # or taken a parameter out of its group
-                self._order, self._slices = order, cut(self._arena, self._limit)
-                self.pipeline.cut_anew([each for slices in self._slices for each in slices])
+            self._follow_groups()
             with self.pipeline.running(self._may_keep, 0 if self._all_leave else self.later_bytes()):
                 for group, slices in zip_longest(groups, self._slices, fillvalue=[]):  # groups may be added later
                     self._step_group(group, slices)

@@ -88,9 +88,7 @@ def _overhead(results: Results, name: str, point: str, most: float, what: str, h
         share = results.runs(name, point)[-1]["held_bytes"] / results.runs(name, PLAIN)[-1]["held_bytes"]
         good = over <= most and (held is None or share <= held * HELD_TOLERANCE)
         figure = f"{over:+.2%}" + (f", {share:.0%} held" if held is not None else "")
-        why = _budget_text(results, name, point)
-        if not why and not good:
-            why = _link_text(results, name, point)
+        why = _budget_text(results, name, point) or ("" if good else _link_text(results, name, point))
         return figure, good and _within_budget(results, name, point), why
 
     limit = f"<= {most:.1%}" + (f", <= {held:.0%} held" if held is not None else "")
