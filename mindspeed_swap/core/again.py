@@ -26,7 +26,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
 from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor
 from mindspeed_swap.core.trace import ModuleKey
@@ -263,8 +263,24 @@ class Produced:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """In a structure of arguments or results, in a fixed order."""
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    """In a structure of arguments or results, in the order of ``tree_flatten``, which takes several times as long."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for part in value:
+            _collect(part, found)
+    elif kind is dict:
+        for part in value.values():
+            _collect(part, found)
+    elif kind in SUPPORTED_NODES or isinstance(value, tuple):  # also named tuples
+        found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _never(_: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 
@@ -20,8 +21,9 @@ class LiveTensors:
         self._by_storage: dict[tuple[int, int], SavedTensor] = {}
         self._serial = 0
 
-    def find(self, tensor: torch.Tensor) -> SavedTensor | None:
-        storage = tensor.untyped_storage()
+    def find(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> SavedTensor | None:
+        """``storage``: of the tensor, if it is at hand."""
+        storage = tensor.untyped_storage() if storage is None else storage
         saved = self._by_storage.get((storage._cdata, tensor._version))
         return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
 
@@ -29,9 +31,9 @@ class LiveTensors:
         saved = self.by_serial.get(serial)
         return saved if saved is not None and saved.state is State.DROPPED else None
 
-    def add(self, tensor: torch.Tensor, key: Key, stream: Stream) -> SavedTensor:
+    def add(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, stream: Stream) -> SavedTensor:
         self._serial += 1
-        saved = SavedTensor(tensor, tensor.untyped_storage(), key, self._serial, stream)
+        saved = SavedTensor(tensor, storage, key, self._serial, stream)
         self.by_serial[saved.serial] = self.by_key[key] = self._by_storage[saved.identity] = saved
         return saved
 
@@ -47,7 +49,16 @@ class LiveTensors:
     def storage_came(self, saved: SavedTensor) -> None:
         self._by_storage[saved.identity] = saved
 
-    def remove(self, saved: SavedTensor) -> None:
+    def ended(self) -> Iterator[SavedTensor]:
+        """Those whose last handle has died since, no longer among these."""
+        while self.dead:
+            saved = self.dead.popleft()
+            saved.handles -= 1
+            if saved.handles == 0:
+                self._remove(saved)
+                yield saved
+
+    def _remove(self, saved: SavedTensor) -> None:
         self.storage_goes(saved)
         del self.by_serial[saved.serial]
         if self.by_key.get(saved.key) is saved:

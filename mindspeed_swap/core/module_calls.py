@@ -7,9 +7,10 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
-from mindspeed_swap.core.trace import ModuleKey, pointwise_of
+from mindspeed_swap.core.trace import ModuleKey, module_of, pointwise_of
 
 if TYPE_CHECKING:
     from mindspeed_swap.core.swap_manager import SwapManager
@@ -22,7 +23,9 @@ class ModuleCalls:
 
     def __init__(self, manager: SwapManager) -> None:
         self.random = RandomState()  # a framework with generators of its own puts a subclass here
-        self.planned: set[ModuleKey] = set()  # to be recomputed
+        self._planned: set[ModuleKey] = set()  # to be recomputed
+        self._names: set[str] = set()  # of these modules
+        self._has_borders = False  # there is something to do where modules begin and end
         self._manager = manager
         self._call: Call | None = None  # of those, the one whose forward runs
         self._around: Call | None = None  # a pointwise one: a module inside it runs
@@ -30,6 +33,12 @@ class ModuleCalls:
         # Told of module calls while one runs again.
         self._on_module: Callable[[tuple[Any, Any]], tuple[Any] | None] | None = None
         self._runs_again = 0  # how many are running, one inside the other
+
+    def follow(self, plan: Plan | None, borders: bool) -> None:
+        """``borders``: the manager has something to do, or to see, where modules begin and end."""
+        self._planned = {recompute.key for recompute in plan.recomputes} if plan else set()
+        self._names = {module_of(key) for key in self._planned}
+        self._has_borders = borders
 
     def call(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -49,8 +58,11 @@ class ModuleCalls:
                 return answer[0]
             with may_stop(args):
                 return function(*args, **kwargs)
+        if not self._has_borders and self._call is None and self._around is None and name not in self._names:
+            return function(*args, **kwargs)
         key = scope.next_call(name)
-        self._manager.at(scope.module_border())
+        if self._has_borders:
+            self._manager.at(scope.module_border())
         tracked, versions, refuses = None, [], self._manager.movable.refuses
         if (recorder := self._manager.recorder) is not None:
             start = perf_counter()
@@ -71,7 +83,8 @@ class ModuleCalls:
             finally:
                 self._call, self._around = outer, around
             outer.returned(result)
-        self._manager.at(scope.module_border())
+        if self._has_borders:
+            self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
             start = perf_counter()
             unchanged = not once and all(tensor._version == version for tensor, version in versions)
@@ -85,9 +98,9 @@ class ModuleCalls:
         keeps_outputs: bool, once: bool,
     ) -> Any:  # fmt: skip
         """The function; so that it can run again, or its pointwise part can, where that is planned."""
-        pointwise = pointwise_of(key)
-        part = pointwise in self.planned
-        if once or not (part or key in self.planned):
+        pointwise = pointwise_of(key) if self._planned else key
+        part = pointwise is not key and pointwise in self._planned
+        if once or not (part or key in self._planned):
             return function(*args, **kwargs)
         arguments = (args, kwargs)
         call = Call(pointwise if part else key, function, arguments, self._manager.hold, self.random, part)

@@ -57,17 +57,23 @@ class Movable:
 
     def refuses(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is not ours to move."""
+        return self.storage_of(tensor) is None
+
+    def storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Of a tensor that is ours to move; else None."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            return True
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_bytes:
+            return None
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or _has_names(tensor):
-            return True  # ``set_`` would lose what says so
+            return None  # ``set_`` would lose what says so
         base = tensor._base
         if (tensor.is_leaf and tensor.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):
-            return True  # its gradient accumulator holds it: dropping our reference would free nothing
-        storage = tensor.untyped_storage()
+            return None  # its gradient accumulator holds it: dropping our reference would free nothing
         address = storage._cdata  # asked for first: it is there for few
         if address in self._static.refs and storage in self._static:
-            return True
+            return None
         if address in self._vanishing.refs and storage in self._vanishing:
-            return True
-        return storage.nbytes() < self._min_bytes or not self._accelerator.owns(tensor)
+            return None
+        return storage if self._accelerator.owns(tensor) else None

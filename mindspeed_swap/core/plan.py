@@ -6,12 +6,12 @@ time, never correctness.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
-from mindspeed_swap.core.trace import Key, ModuleKey, Position
+from mindspeed_swap.core.trace import MODULE_BORDER, Key, ModuleKey, Position
 from mindspeed_swap.units import format_bytes
 
 PLAN_VERSION = 2
@@ -124,8 +124,10 @@ def _peaks(value: Any, where: str) -> dict[str, int]:
 class Agenda:
     """A plan's swaps as a step asks for them: by what is saved, and by where something is released or prefetched."""
 
-    def __init__(self, swaps: Iterable[Swap] = ()) -> None:
+    def __init__(self, swaps: Sequence[Swap] = ()) -> None:
         self.swaps = {swap.key: swap for swap in swaps}
+        # Anything is to be done where a module begins or ends.
+        self.at_modules = any(min(swap.release.ordinal, swap.prefetch.ordinal) < MODULE_BORDER for swap in swaps)
         self.releases: dict[Position, list[Key]] = {}
         self.prefetches: dict[Position, list[Key]] = {}
         for swap in self.swaps.values():

@@ -47,6 +47,8 @@ _ALLOWED = {
     State.DEAD: set(),
 }
 
+Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, shape, stride, offset
+
 _NOTHING: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -68,20 +70,17 @@ class SavedTensor:
         "block",
         "buffer",
         "copied",
-        "dtype",
+        "emptied",
         "handles",
         "identity",
         "key",
         "loaded",
         "nbytes",
-        "offset",
         "release",
         "serial",
-        "shape",
         "state",
         "storage_ref",
         "stream",
-        "stride",
         "version",
     )  # fmt: skip
 
@@ -93,8 +92,7 @@ class SavedTensor:
         self.nbytes: int = storage.nbytes()
         self.version: int = tensor._version
         self.alias = tensor.detach()
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.dtype = tensor.dtype
+        self.emptied: Geometry | None = None  # of the alias, from when it is emptied for the first time: most never are
         # The storage's Python object lives as long as the storage, so a weak reference proves identity even after the
         # address was reused; addresses alone prove nothing.
         self.storage_ref = weakref.ref(storage)
@@ -119,6 +117,14 @@ class SavedTensor:
         """Changed in place since it was saved."""
         return self.alias._version != self.version
 
+    @property
+    def geometry(self) -> Geometry:
+        """Of the alias, as long as it has its bytes."""
+        if self.emptied is not None:
+            return self.emptied
+        alias = self.alias
+        return alias.dtype, alias.shape, alias.stride(), int(alias.storage_offset())
+
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         return self.storage_ref() is storage
 
@@ -128,11 +134,12 @@ class SavedTensor:
 
     def drop_device(self) -> None:
         """Give the device memory up: the alias keeps the version counter and nothing else."""
-        self.alias.data = _nothing(self.dtype, self.alias.device)
+        self.emptied = self.geometry
+        self.alias.data = _nothing(self.alias.dtype, self.alias.device)
 
     def new_buffer(self, accelerator: Accelerator) -> torch.Tensor:
         """To come back to. Raises torch.OutOfMemoryError."""
-        return accelerator.empty_strided(self.nbytes, self.dtype, self.shape, self.stride, int(self.offset))
+        return accelerator.empty_strided(self.nbytes, *self.geometry)
 
     def adopt(self, buffer: torch.Tensor) -> None:
         """The bytes are back, in a new storage: from now on that is the truth. ``buffer``: of our own geometry."""
@@ -143,8 +150,9 @@ class SavedTensor:
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Our geometry in that memory."""
+        dtype, shape, stride, offset = self.geometry
         with torch.inference_mode(False):
-            return _nothing(self.dtype, storage.device).detach().set_(storage, self.offset, self.shape, self.stride)
+            return _nothing(dtype, storage.device).detach().set_(storage, offset, shape, stride)
 
     def view(self, handle: Handle) -> torch.Tensor:
         # Detached first: with create_graph an in-place change of what we return has an autograd history of its own,
@@ -152,9 +160,9 @@ class SavedTensor:
         alias = self.alias.detach()
         if handle.whole:
             return alias
-        if handle.dtype != self.dtype:
+        if handle.dtype != alias.dtype:
             # Through bytes: any two types have them in common. What does not fill an element cannot be viewed as one.
-            alias = alias.as_strided((self.nbytes // self.dtype.itemsize,), (1,), 0).view(torch.uint8)
+            alias = alias.as_strided((self.nbytes // alias.dtype.itemsize,), (1,), 0).view(torch.uint8)
             alias = alias[: alias.numel() // handle.dtype.itemsize * handle.dtype.itemsize].view(handle.dtype)
         return alias.as_strided(handle.shape, handle.stride, handle.offset)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.trace import FORWARD, MODULE_BORDER, OUTSIDE, Key, ModuleKey, Position, StepTrace, new
+from mindspeed_swap.core.trace import AGAIN, FORWARD, MODULE_BORDER, OUTSIDE, Key, ModuleKey, Position, StepTrace, new
 
 NAMELESS = -1  # ordinals of nameless keys are below
 
@@ -49,11 +49,12 @@ class Scope:
         self._borders: dict[int, int] = {}
         self._nameless = 0
 
-    def next_key(self) -> Key:
+    def next_ordinal(self) -> int:
+        """Of a save, in the layer that runs."""
         layer = self.layer
         ordinal = self._ordinals.get(layer, 0)
         self._ordinals[layer] = ordinal + 1
-        return new(Key, (self.microbatch, self.chunk, layer, ordinal))
+        return ordinal
 
     def nameless_key(self) -> Key:
         """For what nobody has saved yet: an argument of a call that will run again."""
@@ -63,7 +64,8 @@ class Scope:
     def next_call(self, name: str) -> ModuleKey:
         """The second call of a name within a layer is ``name#2``."""
         count = self._calls[self.layer, name] = self._calls.get((self.layer, name), 0) + 1
-        return ModuleKey(self.microbatch, self.chunk, self.layer, name if count == 1 else f"{name}#{count}")
+        name = name if count == 1 else f"{name}{AGAIN}{count}"
+        return new(ModuleKey, (self.microbatch, self.chunk, self.layer, name))
 
     def module_border(self) -> Position:
         """A module begins or ends here."""
@@ -71,4 +73,4 @@ class Scope:
         return self.border(MODULE_BORDER - count)
 
     def border(self, ordinal: int) -> Position:
-        return Position(FORWARD, self.microbatch, self.chunk, self.layer, ordinal)
+        return new(Position, (FORWARD, self.microbatch, self.chunk, self.layer, ordinal))

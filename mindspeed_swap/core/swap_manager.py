@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
@@ -60,6 +61,8 @@ class SwapManager:
         self.scope: Scope | None = None
         self.calls = ModuleCalls(self)
         self._agenda = Agenda()
+        self._holds = True  # see begin_step
+        self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
         self._thread = threading.local()
         self._recording_ms = 0.0  # of the host, in the last recorded step
         self.clock = StepClock(accelerator)
@@ -75,30 +78,32 @@ class SwapManager:
         return self._mover.stats
 
     # ---- the step
-    def begin_step(
-        self, plan: Plan | None = None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None
-    ) -> None:
-        """Start a step under a plan (None: keep everything). With ``trace`` the step is recorded into it.
-
-        ``read_order`` (Key -> when backward reads it) tells eviction what is needed last.
-        """
+    def begin_step(self, plan: Plan | None = None, **how: Any) -> None:
+        """Start a step under a plan (None: keep everything). ``how``: as of ``change_plan``."""
         self._drain()
         with self._lock:
             self.scope = None
             self.live.by_key.clear()
             self._mover.stats = StepStats()
         self.clock.begin()
-        self.change_plan(plan, trace=trace, read_order=read_order)
+        self.change_plan(plan, **how)
 
     def change_plan(
-        self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None
-    ) -> None:
-        """From here on, in the middle of a step: for what is saved from now on. A record of it begins anew."""
+        self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None,
+        holds: bool = True,
+    ) -> None:  # fmt: skip
+        """From here on, in the middle of a step: for what is saved from now on. With ``trace`` the step is recorded
+        into it, from here on. ``read_order`` (Key -> when backward reads it) tells eviction what is needed last. Not
+        ``holds``: nothing is to be moved, not even under pressure, so what autograd saves is passed through."""
         with self._lock:
             self._agenda = Agenda(plan.swaps if plan else ())
-            self.calls.planned = {recompute.key for recompute in plan.recomputes} if plan else set()
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
+        self._holds = holds
+        observed = trace is not None or self.on_interval is not None
+        self._has_points = observed or bool(self._agenda.swaps)
+        self._has_plan = plan is not None and bool(plan.swaps or plan.recomputes)
+        self.calls.follow(plan, observed or self._agenda.at_modules)
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
@@ -124,7 +129,9 @@ class SwapManager:
             with span("forward of microbatch", microbatch), hooks:
                 yield
             self.at(scope.border(EXIT))
-            self._release_overdue(scope)
+            with self._lock:
+                self._mover.release_overdue(microbatch, chunk)
+            self._begin_interval()
         finally:
             self.scope = outer
 
@@ -163,28 +170,31 @@ class SwapManager:
         scope = self.scope
         if scope is None:
             return Passed(tensor)
-        key = scope.next_key()
+        ordinal = scope.next_ordinal()
         number = self.calls.next_save()
-        if self.movable.refuses(tensor):
+        storage = self.movable.storage_of(tensor) if self._holds else None
+        if storage is None:
             return Passed(tensor)
-        position: Position = new(Position, (FORWARD, *key))
+        key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
+        position: Position | None = new(Position, (FORWARD, *key)) if self._has_points else None
         self._close(position)
-        handle = self._keep(tensor, key, number)
+        handle = self._keep(tensor, storage, key, number)
         self._act(position)
         return handle
 
     def hold(self, tensor: torch.Tensor) -> Handle | Passed:
         """As if it were saved, for a call that will run again. Its name comes when somebody saves it."""
         assert self.scope is not None
-        return Passed(tensor) if self.movable.refuses(tensor) else self._keep(tensor, self.scope.nameless_key(), None)
+        storage = self.movable.storage_of(tensor)
+        return Passed(tensor) if storage is None else self._keep(tensor, storage, self.scope.nameless_key(), None)
 
-    def _keep(self, tensor: torch.Tensor, key: Key, number: int | None) -> Handle:
+    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
         with self._lock:
-            saved = self.live.find(tensor)
+            saved = self.live.find(tensor, storage)
             known = saved is not None
             if saved is None:
-                saved = self.live.add(tensor, key, self.accelerator.compute_stream())
+                saved = self.live.add(tensor, storage, key, self.accelerator.compute_stream())
                 self._mover.born(saved)
             elif saved.key.ordinal <= NAMELESS < key.ordinal:
                 self._name(saved, key)
@@ -193,7 +203,7 @@ class SwapManager:
             saved.handles += 1
             handle = Handle(saved, tensor, key, self.live.dead, whole=not known)
             # What has no name yet is kept by whoever holds it, as it is in a recorded step.
-            if not known and key.ordinal > NAMELESS:
+            if not known and self._has_plan and key.ordinal > NAMELESS:
                 self._follow_plan(saved, number)
         return handle
 
@@ -219,13 +229,11 @@ class SwapManager:
         if isinstance(packed, Passed):
             return packed.get()
         first = not packed.read
-        if first:
-            packed.read = True
-            position: Position = new(Position, (BACKWARD, *packed.key))
-            self._close(position)
+        packed.read = True
+        position: Position | None = new(Position, (BACKWARD, *packed.key)) if first and self._has_points else None
+        self._close(position)
         view = self._read(packed, first)
-        if first:
-            self._act(position)  # what is released here makes room for a module that runs again now
+        self._act(position)  # what is released here makes room for a module that runs again now
         if view is None:
             view = self.fetch(packed, first)
         if first and self._strays:
@@ -259,7 +267,7 @@ class SwapManager:
         saved, mover = packed.saved, self._mover
         with self._lock:
             if saved.modified:
-                shape = saved.shape if packed.whole else packed.shape
+                shape = saved.geometry[1] if packed.whole else packed.shape
                 raise modified_in_place(saved.alias, shape, saved.version)
             if saved.state in (State.HOST, State.DROPPED):
                 return None
@@ -278,12 +286,12 @@ class SwapManager:
         self._close(position)
         self._act(position)
 
-    def _close(self, position: Position) -> None:
-        """The interval that led here is over."""
+    def _close(self, position: Position | None) -> None:
+        """The interval that led here is over. (None: there is nothing to do, or to see, at the points of this step.)"""
         if self.live.dead or self._mover.lingering:
             self._drain()
         recorder = self._mover.recorder
-        if recorder or self.on_interval:
+        if position is not None and (recorder or self.on_interval):
             interval = self.accelerator.take_interval()
             self._mover.gave_up = False
             if recorder:
@@ -292,8 +300,10 @@ class SwapManager:
             if self.on_interval:
                 self.on_interval(interval)
 
-    def _act(self, position: Position) -> None:
+    def _act(self, position: Position | None) -> None:
         """What the plan wants at this position. Each entry is used once."""
+        if position is None:
+            return
         for key in self._agenda.releases.pop(position, ()):
             if (saved := self.live.by_key.get(key)) is not None:
                 with self._lock:
@@ -328,22 +338,11 @@ class SwapManager:
             if saved.state is State.HOST:
                 self._prefetch(saved)
 
-    def _release_overdue(self, scope: Scope) -> None:
-        with self._lock:
-            self._mover.release_overdue(scope.microbatch, scope.chunk)
-        self._begin_interval()
-
     # ---- the end of a saved tensor
     def _drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
-        freed, dead = 0, self.live.dead
         with self._lock:
-            while dead:
-                saved = dead.popleft()
-                saved.handles -= 1
-                if saved.handles == 0:
-                    self.live.remove(saved)
-                    freed += self._mover.bury(saved)
+            freed = sum(self._mover.bury(saved) for saved in self.live.ended())
             if self._mover.lingering:
                 freed += self._mover.free_lingering(wait=False)
         return freed
@@ -366,8 +365,7 @@ class SwapManager:
             if freed >= nbytes:
                 return freed
             for saved in self._strays.last_read_first(self.live.by_serial.values()):
-                given_up = self._mover.evict(saved)
-                if given_up:
+                if given_up := self._mover.evict(saved):
                     freed += given_up
                     self._strays.add(saved)
                     self.stats.evictions += 1

@@ -66,12 +66,18 @@ class ModuleKey(NamedTuple):
     name: str  # within the layer; "layer" is the layer itself
 
 
+AGAIN = "#"  # before the number of a module's second call within a layer, and of every one after that
 POINTWISE = ".pointwise"
 
 
 def pointwise_of(key: ModuleKey) -> ModuleKey:
     """What the module computes between the modules inside it."""
     return key._replace(name=key.name + POINTWISE)
+
+
+def module_of(key: ModuleKey) -> str:
+    """The name of the module, whichever of its calls this is."""
+    return key.name.removesuffix(POINTWISE).partition(AGAIN)[0]
 
 
 @dataclass(slots=True)
@@ -86,6 +92,7 @@ class Point:
     resident_bytes: int  # saved tensors resident through the interval (see above)
     reserved_bytes: int = 0  # at this point, by the allocator, of the device
     recompute_bytes: int = 0  # of ``peak_bytes``, what only running a module again took
+    waits_for_host: bool = False  # the device had nothing left to do: whatever takes the host longer, takes the step
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mindspeed_swap.core.recompute import WHOLE_LAYER
 from mindspeed_swap.core.simulate import position_index
-from mindspeed_swap.core.trace import BACKWARD, FORWARD, ModuleRecord, Position, StepTrace
+from mindspeed_swap.core.trace import AGAIN, BACKWARD, FORWARD, ModuleRecord, Position, StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Operators:
 
 def plain_name(module: ModuleRecord) -> str:
     """Without the number of a second call."""
-    return module.key.name.partition("#")[0]
+    return module.key.name.partition(AGAIN)[0]
 
 
 def leaves(trace: StepTrace) -> list[int]:

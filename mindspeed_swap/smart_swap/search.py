@@ -100,6 +100,8 @@ class SmartSwap:
     _peer_lacks_more: float = 0.0  # than we do: bytes of the step without swap above the target
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _saved: int = 0  # tensors, in the step that the plan was made from
+    _activation_bytes: int = 0  # what that step needed beyond what there is between steps
+    _holds: bool = True  # of the step that runs, see StepOrder
     _bad_steps: int = 0
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
@@ -119,7 +121,14 @@ class SmartSwap:
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
         record = self.phase is not Phase.STABLE and not self._unrecorded
-        return StepOrder(self.plan, record, self._read_order, host_bytes)
+        self._holds = not (self.phase is Phase.STABLE and self.plan is not None and not self.plan.text and self._roomy)
+        return StepOrder(self.plan, record, self._read_order, host_bytes, self._holds)
+
+    @property
+    def _roomy(self) -> bool:
+        """Step by step the activations could take as much again: nothing will have to be pushed out, and to be ready
+        for that would cost a step that waits for the host some percent of its time."""
+        return 0 < self._activation_bytes <= self.capacity_bytes - self.peak_bytes
 
     @property
     def times(self) -> bool:
@@ -130,7 +139,8 @@ class SmartSwap:
         """Take a step's outcome in. ``step_ms``: if it ``times``. True if the phase or the plan changed. Raises
         NoPlan."""
         self.steps += 1
-        self._saved_bytes.append(stats.most_saved_bytes)
+        if self._holds:
+            self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         if self._unrecorded:
@@ -207,6 +217,7 @@ class SmartSwap:
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
+        self._activation_bytes = self.peak_bytes - trace.static_bytes
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
@@ -381,9 +392,9 @@ class SmartSwap:
         counters.late_loads += stats.late_loads
         counters.evictions += stats.evictions
         counters.skipped_prefetches += stats.skipped_prefetches
-        if not self._saved:
+        if not self._saved and self._holds:
             self._saved = stats.saved  # a loaded plan does not know
-        other = abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
+        other = self._holds and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
         bad = facts.trouble > self._accepted_trouble or facts.unready
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0

@@ -1,16 +1,20 @@
 """Module calls that are recomputed: what they free, when they run again, and that nothing of the result changes."""
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
 import pytest
 import torch
 from swapping import Outcome, assert_nothing_left, assert_same, new_manager, run_step
+from torch.utils._pytree import tree_flatten
 
-from mindspeed_swap.core.again import RandomState
+from mindspeed_swap.core import step
+from mindspeed_swap.core.again import RandomState, tensors
 from mindspeed_swap.core.plan import Plan, Recompute, Swap
 from mindspeed_swap.core.recompute import modules_of
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
-from mindspeed_swap.core.trace import ModuleKey, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, MODULE_BORDER, ModuleKey, StepTrace
 
 WIDTH, TOKENS, LAYERS = 32, 1024, 4
 
@@ -383,3 +387,52 @@ def _nothing(number):
     from contextlib import nullcontext
 
     return nullcontext()
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_tensors_come_in_the_order_of_tree_flatten():
+    a, b, c, d, e, f, g = (torch.full((1,), float(n)) for n in range(7))
+    for value in (
+        a, None, 3, "x", (), [], {}, (a, [b, (c, {"z": d, "a": e})], "y", None), Pair(a, [b, 1]), deque([a, (b,)]),
+        OrderedDict(z=a, a=[b]), defaultdict(list, {"k": [a, b], "c": c}), torch.Size([2]), object(),
+        ((a, Pair({"q": b}, deque([c]))), {"r": OrderedDict(s=d), "p": torch.nn.Parameter(e)}, torch.nn.Linear(1, 1)),
+        [f, g, f],
+    ):  # fmt: skip
+        expected = [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+        found = tensors(value)
+        assert len(found) == len(expected) and all(one is other for one, other in zip(found, expected, strict=True))
+
+
+def test_modules_that_nobody_asks_for_are_plain_calls(sim):
+    """Neither recorded nor recomputed, and nothing of the plan happens at their borders: not even a name is given."""
+    model, manager = Blocks(), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    named, points = [], []
+    scope, at = step.Scope.next_call, manager.at
+    manager.at = lambda position: (points.append(position), at(position))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.Scope, "next_call", lambda self, name: (named.append(name), scope(self, name))[1])
+        model.step(manager)
+        assert not named and not any(position.ordinal < MODULE_BORDER for position in points)
+        model.step(manager, plan_of(trace, "mlp"))
+        assert set(named) == {"mlp", "mlp.act"}, "of what runs inside a module that runs again, all is known"
+    assert not any(position.ordinal < MODULE_BORDER for position in points)
+
+
+@pytest.mark.parametrize("end", ["release", "prefetch"])
+def test_what_is_planned_for_the_border_of_a_module_happens_there(sim, end):
+    model, manager = Blocks(), new_manager(sim)
+    plain = model.step(manager)
+    trace = model.step(manager, record=True).trace
+    record = next(r for r in trace.saved if r.movable and r.key.layer == 1)
+    borders = [p.position for p in trace.points if p.position.ordinal < MODULE_BORDER]
+    reads = [p.position for p in trace.points if p.position.phase == BACKWARD and p.position.layer == 2]
+    release = borders[-2] if end == "release" else trace.points[max(record.sole, record.last_use) + 1].position
+    back = borders[-1] if end == "prefetch" else reads[0]
+    outcome = model.step(manager, Plan(trace.model, 0, (Swap(record.key, record.nbytes, release, back),)))
+    assert_same(outcome, plain)
+    assert outcome.stats.offloaded_bytes == record.nbytes == outcome.stats.loaded_bytes
+    assert outcome.stats.on_demand_loads == 0
+    assert_nothing_left(manager)

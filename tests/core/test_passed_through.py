@@ -2,7 +2,7 @@
 import numpy
 import pytest
 import torch
-from swapping import assert_equal_bits, assert_nothing_left, assert_same, new_manager, run_step
+from swapping import assert_equal_bits, assert_nothing_left, assert_same, blocks, new_manager, new_trace, run_step
 
 from mindspeed_swap.core.saved_tensor import Passed
 from mindspeed_swap.sim import device
@@ -98,4 +98,31 @@ def test_gradients_through_what_is_passed(sim):
     outcome = run_step(body, [leaf, weight], manager)
     assert outcome.stats.evictions > 0
     assert_same(outcome, plain)
+    assert_nothing_left(manager)
+
+
+def test_a_step_that_holds_nothing(sim):
+    """Everything passes, and comes back; the next step finds what it saves under the same names."""
+    body, leaves = blocks(3, width=32)
+    plain, manager = run_step(body, leaves), new_manager(sim)
+    names = [record.key for record in run_step(body, leaves, manager, record=True).trace.saved]
+    for leaf in leaves:
+        leaf.grad = None
+    manager.begin_step(holds=False)
+    with manager.forward(0):
+        loss = body(manager.layer)
+        assert set(manager.bytes_in.values()) == {0} and manager.evict(1 << 40) == 0
+    loss.backward()
+    stats, trace = manager.end_step()
+    assert stats.saved == 0 and trace is None
+    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, plain.grads, strict=True))
+    assert [record.key for record in run_step(body, leaves, manager, record=True).trace.saved] == names
+    manager.begin_step(holds=False)
+    with manager.forward(0):
+        before = torch.randn(SIZE, SIZE, requires_grad=True).exp()
+        manager.change_plan(None, trace=new_trace())  # a step of another shape: told by its first layer
+        after = before.exp()
+    stats, trace = manager.end_step()
+    assert [record.key.ordinal for record in trace.saved] == [1], "saves are counted all the same"
+    del before, after
     assert_nothing_left(manager)

@@ -151,7 +151,7 @@ def test_what_is_released_where_a_module_runs_again_makes_room_for_it(sim):
     act, run_again = manager._act, manager.calls.run_again
     manager._act = lambda position: (order.append(position), act(position))[1]
     manager.calls.run_again = lambda call, wanted: (order.append(call.key), run_again(call, wanted))[1]
-    model.step(manager, plan)
+    model.step(manager, plan, record=True)  # without swaps nobody else wants to know of positions
     for run in runs:
         at = order.index(trace.points[run].position)
         assert order[at + 1].name == "layer"

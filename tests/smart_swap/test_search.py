@@ -5,6 +5,7 @@ import pytest
 from steps import executed
 from traces import Shape, megatron_trace
 
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
@@ -169,6 +170,27 @@ def test_steps_that_save_more_and_less_leave_room_for_the_most():
     assert search.phase is Phase.SEARCH
     assert search.target_bytes == tight(trace) - spread
     assert max(search.plan.prediction.peak_bytes.values()) <= tight(trace) - spread
+
+
+def test_saved_tensors_are_held_where_room_could_run_out(capsys):
+    """With nothing to swap, and as much room left as the activations take, nobody has to be ready to push them out."""
+    trace = megatron_trace(SHAPE)
+    activations = peak(trace) - trace.static_bytes
+    assert warmed_up(peak(trace) + activations - 1).next_step().holds
+    search = warmed_up(peak(trace) + activations)
+    assert search.phase is Phase.STABLE and not search.next_step().holds
+    for _ in range(5):
+        assert not search.after_step(StepStats(), None), "that nothing is counted as saved is no change of the workload"
+        assert not search.next_step().holds
+    search.capacity_bytes -= 1  # somebody else takes memory
+    assert search.next_step().holds
+    assert search.phase is Phase.STABLE
+
+
+def test_saved_tensors_are_held_until_the_step_is_known():
+    search = SmartSwap(1 << 50)
+    assert search.next_step().holds
+    assert SmartSwap(1 << 50).run_saved(Plan("llama", 1 << 50)).next_step().holds, "of a given plan it is not"
 
 
 def test_capacity_that_grows_after_the_first_plan_is_used():
