@@ -15,6 +15,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import torch
 
@@ -35,6 +36,10 @@ SLABS_PER_BUDGET = 8
 # tails in common slabs that nothing fits into (64 MiB hold one tensor of 40 MiB). For smaller ones tails are small.
 OWN_SLAB_SHARE = 8
 
+# A freed block answers a request that is smaller by up to this part of it: what an expert saves differs from step to
+# step, and to cut a block anew takes the host as long as a whole copy does.
+LOOSE_PARTS = 16
+
 # Slabs of a forked child: never unmapped there, see HostPool.close.
 _forked: list[object] = []
 
@@ -47,11 +52,14 @@ class HostBlock:
     """``nbytes`` of registered host memory. ``pending``: the caller's copy stream waits for these events before it
     writes to the memory."""
 
-    __slots__ = ("_slab", "_start", "_tensor", "nbytes", "pending")
+    __slots__ = ("_size", "_slab", "_start", "_tensor", "nbytes", "pending")
 
-    def __init__(self, slab: Slab, start: int, tensor: torch.Tensor, nbytes: int, pending: tuple[Event, ...]) -> None:
+    def __init__(
+        self, slab: Slab, start: int, tensor: torch.Tensor, nbytes: int, pending: tuple[Event, ...], size: int
+    ) -> None:
+        """``size``: the bytes that it takes, at least ``nbytes``."""
         self._slab: Slab | None = slab
-        self._start = start
+        self._start, self._size = start, size
         self._tensor: torch.Tensor | None = tensor
         self.nbytes = nbytes
         self.pending = pending
@@ -105,8 +113,9 @@ class HostPool:
         # among equals the one freed longest ago, whose copies are the most likely to be over.
         self._regions: list[tuple[int, int, Slab, int]] = []
         # Freed blocks by their bytes, oldest first: steps repeat, so the next request is nearly always for one of
-        # these. The first one that is not makes regions of all of them.
+        # these, or nearly one. The first one that is not makes regions of all of them.
         self._freed: dict[int, deque[_Freed]] = {}
+        self._sizes: list[int] = []  # of these, sorted
         self._serial = 0
         self._pinned = self._used = self._peak_used = self._allocations = 0
         self._closed = False
@@ -151,11 +160,8 @@ class HostPool:
             raise ValueError(f"a host block of {nbytes} bytes")
         with self._lock:
             self._check_open()
-            freed = self._freed.get(nbytes)
-            if freed:
-                slab, start, tensor, events = freed.popleft()
-                block = HostBlock(slab, start, tensor, nbytes, self._undone(events))
-            else:
+            block = self._again(nbytes)
+            if block is None:
                 self._settle()
                 cut = self._cut(nbytes)
                 if cut is None:
@@ -175,14 +181,15 @@ class HostPool:
                 raise RuntimeError("host block freed twice")
             # Its own pending events stay: the caller may never have waited for them.
             events = block.pending if after is None else (*block.pending, after)
-            tensor, nbytes = block.tensor, block.nbytes
+            tensor, size = block.tensor, block._size
             block._slab, block._tensor, block.pending = None, None, ()
-            self._used -= nbytes
+            self._used -= block.nbytes
             if self._closed:
                 return
-            same = self._freed.get(nbytes)
+            same = self._freed.get(size)
             if same is None:
-                same = self._freed[nbytes] = deque()
+                same = self._freed[size] = deque()
+                insort(self._sizes, size)
             same.append((slab, start, tensor, events))
 
     def reserve(self, nbytes: int, blocks: Iterable[int] = ()) -> bool:
@@ -221,12 +228,25 @@ class HostPool:
             self._closed = True
             self._regions, self._pinned = [], 0
             self._freed.clear()
+            self._sizes.clear()
             self._at_death()
 
     # ---- regions (all below: lock held)
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the host pool has been closed")
+
+    def _again(self, nbytes: int) -> HostBlock | None:
+        """A freed block of about that size."""
+        for size in islice(self._sizes, bisect_left(self._sizes, nbytes), None):
+            if size - nbytes > size // LOOSE_PARTS:
+                break
+            if freed := self._freed[size]:
+                slab, start, tensor, events = freed.popleft()
+                if tensor.numel() != nbytes:
+                    tensor = slab.tensor[start : start + nbytes]
+                return HostBlock(slab, start, tensor, nbytes, self._undone(events), size)
+        return None
 
     def _cut(self, nbytes: int) -> HostBlock | None:
         """Out of the best fit."""
@@ -241,7 +261,7 @@ class HostPool:
         if start + size < end:
             self._add_region(slab, start + size, end)
         pending = self._take_marks(slab, start, start + size)
-        return HostBlock(slab, start, slab.tensor[start : start + nbytes], nbytes, pending)
+        return HostBlock(slab, start, slab.tensor[start : start + nbytes], nbytes, pending, nbytes)
 
     def _lacking(self, blocks: Iterable[int], most_bytes: int) -> int:
         """Of these blocks, up to ``most_bytes``, the bytes that best fit would find no room for."""
@@ -274,6 +294,7 @@ class HostPool:
                     end = self._take_region(slab, end)
                 self._add_region(slab, start, end)
         self._freed.clear()
+        self._sizes.clear()
 
     def _add_region(self, slab: Slab, start: int, end: int) -> None:
         self._serial += 1  # unique: a comparison of regions never reaches the slab
