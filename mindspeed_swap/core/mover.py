@@ -10,8 +10,11 @@ waited for on that stream, whichever stream the thread that gives it up is on: u
 """
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
+from time import perf_counter
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -29,6 +32,23 @@ from mindspeed_swap.core.waits import Wait
 LATE_MS = 0.02
 
 Observer = Callable[[SavedTensor, "State | None"], None]
+_Move = TypeVar("_Move", bound=Callable[..., Any])
+
+
+def _timed(move: _Move) -> _Move:
+    """A recorded step is told as if nothing had moved in it, so what moves take the host is to be known."""
+
+    @functools.wraps(move)
+    def timed(self: Mover, *args: Any, **kwargs: Any) -> Any:
+        if self.recorder is None:
+            return move(self, *args, **kwargs)
+        start = perf_counter()
+        try:
+            return move(self, *args, **kwargs)
+        finally:
+            self.recorder.took_since(start, moving=True)
+
+    return cast(_Move, timed)
 
 
 class Mover:
@@ -127,6 +147,7 @@ class Mover:
             self.recorder.arrived(saved)
 
     # ---- out
+    @_timed
     def offload(self, saved: SavedTensor) -> bool:
         """DEVICE -> LEAVING: queue the copy out. False if it cannot be: the host budget is used up, or the storage's
         owner has resized it since."""
@@ -196,6 +217,7 @@ class Mover:
         return self.release(saved, planned=False)
 
     # ---- back
+    @_timed
     def load(self, saved: SavedTensor) -> None:
         """HOST -> RETURNING: allocate and queue the copy back. Raises torch.OutOfMemoryError."""
         accelerator = self.accelerator

@@ -2,12 +2,13 @@
 a plan is stable."""
 from __future__ import annotations
 
+from bisect import bisect_right
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
+from mindspeed_swap.core.host_lag import Mark, idle_ms
 from mindspeed_swap.core.module_recorder import ModuleRecorder, Tracked
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
@@ -59,13 +60,15 @@ class Recorder:
     Recording takes the host longer than the step itself would. Where compute then waits for the host, intervals are
     measured that no other step has. So compute is kept busy as the step begins (of a pipeline, in all stages at once),
     for as long as recording took the host in the last recorded step: the host is as far ahead as it would be without.
-    That is in no time of the trace; what it hides is, the host's way to the first point.
+    That is in no time of the trace; what it hides is, the host's way to the first point. Where the host catches up
+    all the same, host_lag.py takes out what recording took.
     """
 
     def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
         self._accelerator = accelerator
         self._sole_count = sole_holder_count()
-        self._marks: list[Any] = []
+        self._events: list[Event] = []  # of each point
+        self._marks: list[Mark] = []  # likewise
         self._records: dict[int, SavedRecord] = {}  # by serial
         self._not_sole: dict[int, SavedTensor] = {}
         self._resident: dict[int, int] = {}  # serial -> bytes on the device now
@@ -99,7 +102,7 @@ class Recorder:
         allocated = memory.allocated_bytes
         index = self._next
         ours: list[SavedTensor] = []  # nobody has saved it, and now only a call that will run again holds it
-        for serial, saved in list(self._not_sole.items()):
+        for serial, saved in list(self._not_sole.items()) if self._not_sole else ():
             if is_sole_holder(saved, self._sole_count):
                 del self._not_sole[serial]
                 if serial in self._records:
@@ -117,7 +120,9 @@ class Recorder:
         self._again_peak, self._before_again = 0, None
         if not index:
             self._lag_ms = 1000 * (start - self._begun)
-        self._marks.append(self._accelerator.record(self._accelerator.compute_stream()))
+        self._events.append(self._accelerator.record(self._accelerator.compute_stream()))
+        marked = perf_counter()
+        self._marks.append(Mark(1000 * marked, 1000 * (marked - start)))
         kept = sum(saved.nbytes for saved in ours)  # without the plan it would be gone
         self.trace.points.append(
             Point(
@@ -129,11 +134,16 @@ class Recorder:
         self._resident_bytes += kept
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
-        self.took_since(start)
+        self.host_ms += self._marks[-1].before_ms
+        self.took_since(marked)
 
-    def took_since(self, start: float) -> None:
-        """Recording took the host from then, by ``perf_counter``, until now."""
-        self.host_ms += 1000 * (perf_counter() - start)
+    def took_since(self, start: float, *, moving: bool = False) -> None:
+        """Recording took the host from then, by ``perf_counter``, until now. ``moving``: a move did, of a plan."""
+        took = 1000 * (perf_counter() - start)
+        if not moving:
+            self.host_ms += took
+        if self._marks:
+            self._marks[-1].after_ms += took
 
     def saved(self, saved: SavedTensor) -> None:
         """First save, at the point just closed. (What nobody has saved yet is resident once nobody else holds it, and
@@ -224,28 +234,40 @@ class Recorder:
         trace.evicted_bytes = evicted_bytes
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
+        now_ms = 1000 * perf_counter()
         hidden_ms = 0.0
         if self._head_start is not None:
             hidden_ms = min(self._lag_ms, self._accelerator.elapsed_ms(self._head_start, self._start))
 
-        def since_start(event: Event) -> float:
-            return hidden_ms + self._accelerator.elapsed_ms(self._start, event)
+        def elapsed(event: Event) -> float:
+            return self._accelerator.elapsed_ms(self._start, event)
+
+        stalls = ((index, elapsed(after) - elapsed(before)) for _, index, _, before, after in self._waits)
+        stall = next(stalls, None)
+        for index, (mark, event) in enumerate(zip(self._marks, self._events, strict=True)):
+            while stall is not None and stall[0] <= index:
+                trace.stall_ms += stall[1]
+                stall = next(stalls, None)
+            mark.device_ms, mark.stalled_ms = elapsed(event), trace.stall_ms
+        idle, passed = idle_ms(self._marks, now_ms - elapsed(end)), [mark.device_ms for mark in self._marks]
+
+        def span(before: Event, after: Event) -> tuple[float, float]:
+            start, end = elapsed(before), elapsed(after)
+            index = bisect_right(passed, start)
+            begin = hidden_ms + start - (idle[index - 1] if index else 0.0)
+            return begin, begin + end - start
 
         for key, nbytes, to_host, before, after in self._copies:
             self._accelerator.synchronize(after)  # the last ones may outlast the step
-            trace.copies.append(CopyRecord(key, nbytes, to_host, since_start(before), since_start(after)))
+            trace.copies.append(CopyRecord(key, nbytes, to_host, *span(before, after)))
         for key, index, cause, before, after in self._waits:
-            trace.waits.append(WaitRecord(key, index, cause, since_start(before), since_start(after)))
+            trace.waits.append(WaitRecord(key, index, cause, *span(before, after)))
         for name, index, before, after in self._operators:
-            trace.operators.append(OperatorRecord(name, index, since_start(before), since_start(after)))
-        waits = iter(trace.waits)
-        wait = next(waits, None)
-        for index, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
-            while wait is not None and wait.point <= index:
-                trace.stall_ms += wait.end_ms - wait.start_ms
-                wait = next(waits, None)
-            point.time_ms = since_start(mark) - trace.stall_ms
-        trace.step_ms = since_start(end)
+            trace.operators.append(OperatorRecord(name, index, *span(before, after)))
+        for point, mark, spent in zip(trace.points, self._marks, idle, strict=True):
+            point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - spent
+            point.waits_for_host = mark.empty
+        trace.step_ms = hidden_ms + elapsed(end) - (idle[-1] if idle else 0.0)
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

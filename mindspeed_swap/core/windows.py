@@ -17,6 +17,7 @@ from mindspeed_swap.core.trace import BACKWARD, FORWARD, OUTSIDE, SavedRecord, S
 # Tensors of one layer are told apart by size rather than by next use while their reads lie closer together than this
 # share of the time they can be away: fewer copies, and the difference in window is not worth one.
 SAME_USE_SHARE = 0.25
+LARGEST_BITS = 64  # more than any tensor's bytes have
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,11 @@ class View:
             min(until, bisect_right(times, times[at] - nbytes / back) - 1)
             for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
         ]
-        grade = [job.record in last_resort for job in jobs]
+        # Where the device waits for the host, the host's time counts, which every copy takes alike: the largest first.
+        waits = sum(point.waits_for_host for point in trace.points) > n / 2
+        grade = [
+            LARGEST_BITS * (job.record in last_resort) - waits * job.nbytes.bit_length() for job in jobs
+        ]  # fmt: skip
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.
         self.wave = [(*trace.saved[job.record].key[:2], g) for g, job in zip(grade, jobs, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 import pytest
 from traces import Shape, megatron_trace, random_trace
 
-from mindspeed_swap.core.lanes import Copy, Stall
+from mindspeed_swap.core.lanes import MOVE_HOST_MS, Copy, Stall
 from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.trace import BACKWARD, FORWARD, Key, Point, Position, SavedRecord, StepTrace
@@ -136,3 +136,16 @@ def test_a_plan_of_another_trace_is_refused_by_its_first_difference() -> None:
         simulate(trace, Plan("toy", 0, (good, good)))
     with pytest.raises(ValueError, match="another model: .other., the trace is .toy."):
         simulate(trace, Plan("other", 0))
+
+
+def test_moves_take_time_where_the_device_waits_for_the_host() -> None:
+    trace = trace_of((100, 1, 6, 8), (100, 2, 7, 9))
+    plan = plan_of(trace, (0, 3, 5), (1, 4, 5))
+    assert simulate(trace, plan).step_ms == 90.0
+    trace.points[1].waits_for_host = True  # the save of the one
+    assert simulate(trace, plan).step_ms == pytest.approx(90.0 + MOVE_HOST_MS)
+    trace.points[7].waits_for_host = True  # the read of the other
+    outcome = simulate(trace, plan)
+    assert outcome.step_ms == pytest.approx(90.0 + 2 * MOVE_HOST_MS) and outcome.stall_ms == 0.0
+    assert [copy.start_ms for copy in outcome.d2h] == [10.0, pytest.approx(20.0 + MOVE_HOST_MS)]
+    assert simulate(trace, plan_of(trace)).step_ms == 90.0

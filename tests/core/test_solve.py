@@ -208,6 +208,18 @@ def test_what_fits_the_forward_window_costs_nothing_and_the_last_layer_stays() -
     assert max(swap.key.layer for swap in plan.swaps) <= 8
 
 
+def test_where_the_device_waits_for_the_host_few_large_tensors_move() -> None:
+    """A copy takes the host as long whatever its bytes. Where the host is ahead that costs nothing."""
+    trace = megatron_trace(Shape(sites_mib=(64, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4), transient_mib=8, optimizer_mib=0))
+    budget = trace.capacity_bytes - 150 * MIB
+    busy = solve(trace, budget)
+    for point in trace.points:
+        point.waits_for_host = True
+    idle = solve(trace, budget)
+    assert max(idle.prediction.peak_bytes.values()) <= budget
+    assert len(idle.swaps) <= 4 < len(busy.swaps)
+
+
 def test_the_wait_is_near_its_lower_bound() -> None:
     """What must be out by the end of forward, less what the lane carries until then, is waited for by any plan."""
     ratios = []
