@@ -255,18 +255,19 @@ def _host(results: Results) -> Iterator[Row]:
     yield _row("a chain of products, nothing to swap", "<= 0.5% step time", missing, step)
 
 
+def _above_budget(results: Results, name: str, point: str) -> int:
+    """Bytes, of the run that fared worst."""
+    runs = [run for run in results.runs(name, point) if run["budget_bytes"] is not None]
+    return max((run["peak_bytes"]["forward_backward"] - run["budget_bytes"] for run in runs), default=0)
+
+
 def _within_budget(results: Results, name: str, point: str) -> bool:
-    return all(
-        run["budget_bytes"] is None or run["peak_bytes"]["forward_backward"] <= run["budget_bytes"]
-        for run in results.runs(name, point)
-    )
+    return _above_budget(results, name, point) <= 0
 
 
 def _budget_text(results: Results, name: str, point: str) -> str:
-    if _within_budget(results, name, point):
-        return ""
-    run = results.runs(name, point)[-1]
-    return f"peak {run['peak_bytes']['forward_backward'] / run['budget_bytes']:.3f} of the budget"
+    above = _above_budget(results, name, point)
+    return f"peak {above / 2**20:.1f} MiB above the budget" if above > 0 else ""
 
 
 def _link_text(results: Results, name: str, point: str) -> str:

@@ -56,6 +56,16 @@ def test_against_full_recompute(tmp_path, step_ms, state):
     assert states(tmp_path)["A: adaptive at full recompute's bytes"].state == state
 
 
+def test_of_several_runs_the_one_above_its_budget_is_told(tmp_path):
+    runs = [
+        record("A", "swap@moved25", 100.5, held=6 * GIB, peak=8 * GIB + above, budget_bytes=8 * GIB)
+        for above in (-GIB, 3 << 20, -1)
+    ]
+    write(tmp_path, [plain("A"), *runs])
+    row = states(tmp_path)["A: SmartSwap, 25 % of activation bytes moved"]
+    assert (row.state, row.why) == (SHORT, "peak 3.0 MiB above the budget")
+
+
 def test_another_machine_is_no_comparison(tmp_path):
     write(tmp_path, [plain("A"), record("A", "swap@nothing", 100.0, machine="other")])
     row = states(tmp_path)["A: flags on, nothing to do (swap)"]
