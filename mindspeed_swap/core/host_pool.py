@@ -39,6 +39,8 @@ OWN_SLAB_SHARE = 8
 # A freed block answers a request that is smaller by up to this part of it: what an expert saves differs from step to
 # step, and to cut a block anew takes the host as long as a whole copy does.
 LOOSE_PARTS = 16
+# What all that are out take beyond what was asked for: up to this part of the budget. Plans leave twice as much.
+SLACK_PARTS = 40
 
 # Slabs of a forked child: never unmapped there, see HostPool.close.
 _forked: list[object] = []
@@ -117,7 +119,7 @@ class HostPool:
         self._freed: dict[int, deque[_Freed]] = {}
         self._sizes: list[int] = []  # of these, sorted
         self._serial = 0
-        self._pinned = self._used = self._peak_used = self._allocations = 0
+        self._pinned = self._used = self._peak_used = self._allocations = self._slack = 0
         self._closed = False
         # A pool that is dropped without ``close``: what the system maps next at these addresses could not be
         # registered. (At the interpreter's end the driver may be gone already.)
@@ -184,6 +186,7 @@ class HostPool:
             tensor, size = block.tensor, block._size
             block._slab, block._tensor, block.pending = None, None, ()
             self._used -= block.nbytes
+            self._slack -= size - block.nbytes
             if self._closed:
                 return
             same = self._freed.get(size)
@@ -239,12 +242,13 @@ class HostPool:
     def _again(self, nbytes: int) -> HostBlock | None:
         """A freed block of about that size."""
         for size in islice(self._sizes, bisect_left(self._sizes, nbytes), None):
-            if size - nbytes > size // LOOSE_PARTS:
+            if size - nbytes > min(size // LOOSE_PARTS, self._budget // SLACK_PARTS - self._slack):
                 break
             if freed := self._freed[size]:
                 slab, start, tensor, events = freed.popleft()
                 if tensor.numel() != nbytes:
                     tensor = slab.tensor[start : start + nbytes]
+                self._slack += size - nbytes
                 return HostBlock(slab, start, tensor, nbytes, self._undone(events), size)
         return None
 

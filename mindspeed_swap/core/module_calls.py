@@ -10,7 +10,7 @@ from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, ten
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
-from mindspeed_swap.core.trace import ModuleKey, module_of, pointwise_of
+from mindspeed_swap.core.trace import ModuleKey, modules_of, pointwise_of
 
 if TYPE_CHECKING:
     from mindspeed_swap.core.swap_manager import SwapManager
@@ -37,7 +37,7 @@ class ModuleCalls:
     def follow(self, plan: Plan | None, borders: bool) -> None:
         """``borders``: the manager has something to do, or to see, where modules begin and end."""
         self._planned = {recompute.key for recompute in plan.recomputes} if plan else set()
-        self._names = {module_of(key) for key in self._planned}
+        self._names = {name for key in self._planned for name in modules_of(key)}
         self._has_borders = borders
 
     def call(

@@ -40,13 +40,14 @@ def _timed(move: _Move) -> _Move:
 
     @functools.wraps(move)
     def timed(self: Mover, *args: Any, **kwargs: Any) -> Any:
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             return move(self, *args, **kwargs)
         start = perf_counter()
         try:
             return move(self, *args, **kwargs)
         finally:
-            self.recorder.took_since(start, moving=True)
+            recorder.took_since(start, moving=True)
 
     return cast(_Move, timed)
 
@@ -217,11 +218,13 @@ class Mover:
         return self.release(saved, planned=False)
 
     # ---- back
-    @_timed
     def load(self, saved: SavedTensor) -> None:
         """HOST -> RETURNING: allocate and queue the copy back. Raises torch.OutOfMemoryError."""
+        self._load(saved, saved.new_buffer(self.accelerator))
+
+    @_timed
+    def _load(self, saved: SavedTensor, buffer: torch.Tensor) -> None:
         accelerator = self.accelerator
-        buffer = saved.new_buffer(accelerator)
         with self._lock:
             if saved.state is not State.HOST:
                 return  # another thread was faster

@@ -8,7 +8,7 @@ from time import perf_counter
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
-from mindspeed_swap.core.host_lag import Mark, idle_ms
+from mindspeed_swap.core.host_lag import Mark, idle
 from mindspeed_swap.core.module_recorder import ModuleRecorder, Tracked
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
@@ -27,6 +27,8 @@ from mindspeed_swap.core.trace import (
     WaitRecord,
 )
 from mindspeed_swap.core.waits import Wait
+
+CLOCK_SAMPLES = 5
 
 
 def _use_count(address: int) -> int:
@@ -97,7 +99,9 @@ class Recorder:
 
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
+        self._events.append(self._accelerator.record(self._accelerator.compute_stream()))
         start = perf_counter()
+        self._marks.append(Mark(1000 * start))
         memory = self._accelerator.memory()
         allocated = memory.allocated_bytes
         index = self._next
@@ -120,9 +124,6 @@ class Recorder:
         self._again_peak, self._before_again = 0, None
         if not index:
             self._lag_ms = 1000 * (start - self._begun)
-        self._events.append(self._accelerator.record(self._accelerator.compute_stream()))
-        marked = perf_counter()
-        self._marks.append(Mark(1000 * marked, 1000 * (marked - start)))
         kept = sum(saved.nbytes for saved in ours)  # without the plan it would be gone
         self.trace.points.append(
             Point(
@@ -134,16 +135,17 @@ class Recorder:
         self._resident_bytes += kept
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
-        self.host_ms += self._marks[-1].before_ms
-        self.took_since(marked)
+        self.took_since(start)
 
     def took_since(self, start: float, *, moving: bool = False) -> None:
         """Recording took the host from then, by ``perf_counter``, until now. ``moving``: a move did, of a plan."""
         took = 1000 * (perf_counter() - start)
-        if not moving:
+        mark = self._marks[-1] if self._marks else Mark(0.0)
+        if moving:
+            mark.moving_ms += took
+        else:
+            mark.recording_ms += took
             self.host_ms += took
-        if self._marks:
-            self._marks[-1].after_ms += took
 
     def saved(self, saved: SavedTensor) -> None:
         """First save, at the point just closed. (What nobody has saved yet is resident once nobody else holds it, and
@@ -227,6 +229,15 @@ class Recorder:
         if record is not None:
             record.died = self._next
 
+    def _ahead_ms(self) -> float:
+        """By how much the host's clock is ahead of the device's, which has nothing to do now."""
+        found = []
+        for _ in range(CLOCK_SAMPLES):  # whoever holds the interpreter's lock makes one of them late
+            event = self._accelerator.record(self._accelerator.compute_stream())
+            self._accelerator.synchronize(event)
+            found.append(1000 * perf_counter() - self._accelerator.elapsed_ms(self._start, event))
+        return min(found)
+
     def finish(self, evicted_bytes: int) -> StepTrace:
         """Waits for the device, fills in the times (as if compute had never waited for a copy: a plan brings waits of
         its own) and says of every record whether it can be moved at all."""
@@ -234,10 +245,11 @@ class Recorder:
         trace.evicted_bytes = evicted_bytes
         end = self._accelerator.record(self._accelerator.compute_stream())
         self._accelerator.synchronize(end)
-        now_ms = 1000 * perf_counter()
-        hidden_ms = 0.0
+        ahead_ms = self._ahead_ms()
+        hidden_ms = head_ms = 0.0
         if self._head_start is not None:
-            hidden_ms = min(self._lag_ms, self._accelerator.elapsed_ms(self._head_start, self._start))
+            head_ms = self._accelerator.elapsed_ms(self._head_start, self._start)
+            hidden_ms = min(self._lag_ms, head_ms)
 
         def elapsed(event: Event) -> float:
             return self._accelerator.elapsed_ms(self._start, event)
@@ -249,12 +261,13 @@ class Recorder:
                 trace.stall_ms += stall[1]
                 stall = next(stalls, None)
             mark.device_ms, mark.stalled_ms = elapsed(event), trace.stall_ms
-        idle, passed = idle_ms(self._marks, now_ms - elapsed(end)), [mark.device_ms for mark in self._marks]
+        recording, moving, waits = idle(self._marks, ahead_ms, head_ms - hidden_ms)
+        passed = [mark.device_ms for mark in self._marks]
 
         def span(before: Event, after: Event) -> tuple[float, float]:
             start, end = elapsed(before), elapsed(after)
             index = bisect_right(passed, start)
-            begin = hidden_ms + start - (idle[index - 1] if index else 0.0)
+            begin = hidden_ms + start - (recording[index - 1] if index else 0.0)
             return begin, begin + end - start
 
         for key, nbytes, to_host, before, after in self._copies:
@@ -264,10 +277,10 @@ class Recorder:
             trace.waits.append(WaitRecord(key, index, cause, *span(before, after)))
         for name, index, before, after in self._operators:
             trace.operators.append(OperatorRecord(name, index, *span(before, after)))
-        for point, mark, spent in zip(trace.points, self._marks, idle, strict=True):
-            point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - spent
-            point.waits_for_host = mark.empty
-        trace.step_ms = hidden_ms + elapsed(end) - (idle[-1] if idle else 0.0)
+        for i, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
+            point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - recording[i] - moving[i]
+            point.waits_for_host, point.moving_ms = waits[i], moving[i]
+        trace.step_ms = hidden_ms + elapsed(end) - (recording[-1] if recording else 0.0)
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"

@@ -74,7 +74,7 @@ def simulate(trace: StepTrace, plan: Plan) -> Outcome:
 
 def plain_step_ms(trace: StepTrace) -> float:
     """The step without swap; a trace that does not say so ends with its last point."""
-    return max(trace.step_ms - trace.stall_ms, trace.points[-1].time_ms if trace.points else 0.0)
+    return max(trace.step_ms - trace.stall_ms - trace.moving_ms, trace.points[-1].time_ms if trace.points else 0.0)
 
 
 def position_index(trace: StepTrace) -> dict[Position, int]:

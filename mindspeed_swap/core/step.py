@@ -24,6 +24,7 @@ class StepStats:
     evicted_bytes: int = 0
     ineffective_bytes: int = 0  # released by the plan while somebody else held the storage
     recomputed_calls: int = 0
+    ran_short: int = 0  # of ``spare_bytes``, so that what was saved from then on was held
     host_full: int = 0  # kept on the device because the host budget was used up
 
 

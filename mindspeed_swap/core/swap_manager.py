@@ -61,7 +61,7 @@ class SwapManager:
         self.scope: Scope | None = None
         self.calls = ModuleCalls(self)
         self._agenda = Agenda()
-        self._holds = True  # see begin_step
+        self._spare_bytes: int | None = None  # see change_plan; None: all is held
         self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
         self._thread = threading.local()
         self._recording_ms = 0.0  # of the host, in the last recorded step
@@ -90,16 +90,17 @@ class SwapManager:
 
     def change_plan(
         self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None,
-        holds: bool = True,
+        spare_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """From here on, in the middle of a step: for what is saved from now on. With ``trace`` the step is recorded
-        into it, from here on. ``read_order`` (Key -> when backward reads it) tells eviction what is needed last. Not
-        ``holds``: nothing is to be moved, not even under pressure, so what autograd saves is passed through."""
+        into it, from here on. ``read_order`` (Key -> when backward reads it) tells eviction what is needed last. With
+        ``spare_bytes`` what autograd saves is passed through, and so is not there to be pushed out, as long as more of
+        the device than that is left where a layer begins."""
         with self._lock:
             self._agenda = Agenda(plan.swaps if plan else ())
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
-        self._holds = holds
+        self._spare_bytes = spare_bytes
         observed = trace is not None or self.on_interval is not None
         self._has_points = observed or bool(self._agenda.swaps)
         self._has_plan = plan is not None and bool(plan.swaps or plan.recomputes)
@@ -143,6 +144,8 @@ class SwapManager:
             yield
             return
         outer, scope.layer = scope.layer, number
+        if self._spare_bytes is not None and self.accelerator.memory().left_bytes <= self._spare_bytes:
+            self._spare_bytes, self.stats.ran_short = None, 1
         try:
             self.at(scope.border(ENTER))
             with span("forward of layer", number):
@@ -172,7 +175,7 @@ class SwapManager:
             return Passed(tensor)
         ordinal = scope.next_ordinal()
         number = self.calls.next_save()
-        storage = self.movable.storage_of(tensor) if self._holds else None
+        storage = self.movable.storage_of(tensor) if self._spare_bytes is None else None
         if storage is None:
             return Passed(tensor)
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))

@@ -75,9 +75,9 @@ def pointwise_of(key: ModuleKey) -> ModuleKey:
     return key._replace(name=key.name + POINTWISE)
 
 
-def module_of(key: ModuleKey) -> str:
-    """The name of the module, whichever of its calls this is."""
-    return key.name.removesuffix(POINTWISE).partition(AGAIN)[0]
+def modules_of(key: ModuleKey) -> tuple[str, str]:
+    """The name of the module, whichever of its calls this is; and of the one whose pointwise part that would be."""
+    return key.name.partition(AGAIN)[0], key.name.removesuffix(POINTWISE).partition(AGAIN)[0]
 
 
 @dataclass(slots=True)
@@ -93,6 +93,7 @@ class Point:
     reserved_bytes: int = 0  # at this point, by the allocator, of the device
     recompute_bytes: int = 0  # of ``peak_bytes``, what only running a module again took
     waits_for_host: bool = False  # the device had nothing left to do: whatever takes the host longer, takes the step
+    moving_ms: float = 0.0  # so far in the step, that it waited while the host queued moves of a plan; not in its time
 
 
 @dataclass(slots=True)
@@ -194,6 +195,10 @@ class StepTrace:
     def copy_waits(self) -> list[WaitRecord]:
         return [wait for wait in self.waits if wait.cause != RECOMPUTED]
 
+    @property
+    def moving_ms(self) -> float:
+        return self.points[-1].moving_ms if self.points else 0.0
+
     def measured_ms(self) -> list[float]:
         """When each point was really reached: its time, and all waits before it."""
         waits = iter(self.waits)
@@ -203,7 +208,7 @@ class StepTrace:
             while wait is not None and wait.point <= index:
                 waited += wait.end_ms - wait.start_ms
                 wait = next(waits, None)
-            times.append(point.time_ms + waited)
+            times.append(point.time_ms + waited + point.moving_ms)
         return times
 
     def to_json(self) -> str:

@@ -28,7 +28,7 @@ class StepOrder:
     record: bool
     read_order: Mapping[Key, int]
     host_bytes: int  # that the plan needs
-    holds: bool = True  # what autograd saves is held so that it can be pushed out
+    spare_bytes: int | None = None  # as long as more are left, what autograd saves is not held to be pushed out
 
 
 @dataclass(frozen=True, slots=True)

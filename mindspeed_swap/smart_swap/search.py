@@ -121,13 +121,16 @@ class SmartSwap:
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
         record = self.phase is not Phase.STABLE and not self._unrecorded
-        self._holds = not (self.phase is Phase.STABLE and self.plan is not None and not self.plan.text and self._roomy)
-        return StepOrder(self.plan, record, self._read_order, host_bytes, self._holds)
+        idle = self.phase is Phase.STABLE and self.plan is not None and not self.plan.text
+        self._holds = not (idle and self._roomy)
+        spare_bytes = None if self._holds else self._activation_bytes // 2
+        return StepOrder(self.plan, record, self._read_order, host_bytes, spare_bytes)
 
     @property
     def _roomy(self) -> bool:
-        """Step by step the activations could take as much again: nothing will have to be pushed out, and to be ready
-        for that would cost a step that waits for the host some percent of its time."""
+        """The activations could take as much again: nothing will have to be pushed out, and to be ready for that would
+        cost a step that waits for the host some percent of its time. Where it comes otherwise, half of that room is
+        left when it is seen."""
         return 0 < self._activation_bytes <= self.capacity_bytes - self.peak_bytes
 
     @property
@@ -141,6 +144,8 @@ class SmartSwap:
         self.steps += 1
         if self._holds:
             self._saved_bytes.append(stats.most_saved_bytes)
+        elif stats.ran_short:
+            self._activation_bytes = 0  # no longer known: until a search follows, all is held
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         if self._unrecorded:

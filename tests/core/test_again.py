@@ -436,3 +436,14 @@ def test_what_is_planned_for_the_border_of_a_module_happens_there(sim, end):
     assert outcome.stats.offloaded_bytes == record.nbytes == outcome.stats.loaded_bytes
     assert outcome.stats.on_demand_loads == 0
     assert_nothing_left(manager)
+
+
+def test_a_module_of_an_unhappy_name_is_found_again(sim):
+    """That of a module, not of the part of one that lies between the modules inside."""
+    model, manager = Blocks(), new_manager(sim)
+    plain, call = model.step(None), manager.calls.call
+    manager.calls.call = lambda name, *a, **k: call({"mlp": "conv.pointwise"}.get(name, name), *a, **k)
+    plan = plan_of(model.step(manager, record=True).trace, "conv.pointwise")
+    outcome = model.step(manager, plan)
+    assert_same(outcome, plain)
+    assert outcome.stats.recomputed_calls == len(plan.recomputes) == LAYERS

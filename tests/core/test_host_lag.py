@@ -1,47 +1,93 @@
 """What recording took the host is taken out of a step's times where the device waited for it, and nowhere else."""
 import time
+from itertools import pairwise
 
 import pytest
 from swapping import assert_same, blocks, new_manager, recorded_plan, run_step
 
 from mindspeed_swap.core import recorder
-from mindspeed_swap.core.host_lag import Mark, idle_ms
+from mindspeed_swap.core.host_lag import Mark, idle
+from mindspeed_swap.core.simulate import plain_step_ms
 
-AHEAD = 100.0  # of the host's clock
+AHEAD, LATENCY = 100.0, 0.008  # of the host's clock; of what is queued
 
 
-def marks(*rows, lag=0.01):
-    """Rows: (host, recording before, recording after, device beyond the host), all in ms."""
+def marks(*rows):
+    """Rows: (host, recording, moving, what the device still had to do), all in ms."""
     return [
-        Mark(AHEAD + host, before, after, device_ms=host + lag + behind) for host, before, after, behind in rows
+        Mark(AHEAD + host, recording, moving, device_ms=host + LATENCY + behind)
+        for host, recording, moving, behind in rows
     ]
 
 
 def test_where_the_queue_is_empty_all_of_it_is_idle_time():
-    found = marks((0, 0, 1, 0), (10, 2, 1, 0), (20, 2, 1, 0))
-    assert idle_ms(found, AHEAD) == [0.0, 3.0, 6.0]
-    assert all(mark.empty for mark in found)
+    found = idle(marks((0, 3, 0, 0), (10, 4, 2, 0), (20, 1, 0, 0)), AHEAD)
+    assert found.recording_ms == pytest.approx([0.0, 3.0, 7.0]) and found.moving_ms == pytest.approx([0.0, 0.0, 2.0])
+    assert found.waits == [True, True, True]
 
 
 def test_where_the_host_is_ahead_none_of_it_is():
-    found = marks((0, 0, 1, 50), (10, 2, 1, 60), (20, 2, 1, 70))
-    assert idle_ms(found, AHEAD) == [0.0, 0.0, 0.0]
-    assert not any(mark.empty for mark in found)
+    found = idle(marks((0, 3, 1, 50), (10, 3, 1, 60), (20, 3, 1, 70)), AHEAD)
+    assert found.recording_ms == found.moving_ms == [0.0, 0.0, 0.0]
+    assert found.waits == [False, False, False]
 
 
-def test_where_the_host_is_ahead_at_one_end_the_other_end_counts():
-    assert idle_ms(marks((0, 0, 1, 0), (10, 2, 1, 5), (20, 2, 1, 0)), AHEAD) == [0.0, 1.0, 3.0]
+def test_only_what_goes_beyond_the_work_that_was_left():
+    """That work hides moves first: they would be there without recording too."""
+    found = idle(marks((0, 3, 2, 0), (10, 3, 2, 1), (20, 3, 2, 4), (30, 3, 2, 9), (40, 0, 0, 0)), AHEAD)
+    assert found.moving_ms == pytest.approx([0.0, 2.0, 3.0, 3.0, 3.0])
+    assert found.recording_ms == pytest.approx([0.0, 3.0, 6.0, 7.0, 7.0])
+    assert found.waits == [False, False, False, False, True]
 
 
 def test_no_more_than_the_interval_and_waits_for_copies_are_not_counted_twice():
-    first, second = marks((0, 0, 8, 0), (10, 8, 0, 0))
-    assert idle_ms([first, second], AHEAD) == [0.0, 10.0]
+    first, second = marks((0, 30, 0, 0), (10, 0, 0, 0))
+    assert idle([first, second], AHEAD).recording_ms == pytest.approx([0.0, 10.0])
     second.stalled_ms = 7.0
-    assert idle_ms([first, second], AHEAD) == [0.0, 3.0]
+    assert idle([first, second], AHEAD).recording_ms == pytest.approx([0.0, 3.0])
+
+
+def test_a_clock_that_is_a_little_off_changes_nothing():
+    rows = (0, 3, 0, 0), (10, 3, 0, 5), (20, 3, 0, 0)
+    assert idle(marks(*rows), AHEAD + 0.02) == idle(marks(*rows), AHEAD)
 
 
 def test_no_marks():
-    assert idle_ms([], AHEAD) == []
+    assert idle([], AHEAD) == ([], [], [])
+
+
+def played(kernels, host, device, recording, sync):
+    """(ms of the step, the marks): a host that queues ``kernels`` per point, and a device that runs them in their
+    order. Every ``sync`` points the host waits for it."""
+    now, busy, found = 0.0, 0.0, []
+    head = 400 * recording  # kept busy, so that the host gets ahead
+    busy = head
+    for point in range(400):
+        for _ in range(kernels):
+            now += host
+            busy = max(busy, now + LATENCY) + device
+        busy = max(busy, now + LATENCY)
+        found.append(Mark(AHEAD + now, recording, device_ms=busy))
+        now += recording
+        if sync and point % sync == sync - 1:
+            now = max(now, busy) + 0.01
+    return busy - head, found, head
+
+
+@pytest.mark.parametrize("sync", [0, 12, 40])
+@pytest.mark.parametrize(
+    "kernels, host, device",
+    [(3, 0.01, 0.025), (3, 0.01, 0.03), (1, 0.01, 0.06), (6, 0.008, 0.012), (3, 0.01, 0.005), (3, 0.02, 0.015)],
+)
+def test_the_step_is_as_long_as_it_is_unrecorded(kernels, host, device, sync):
+    true_ms = played(kernels, host, device, 0.0, sync)[0]
+    recorded_ms, found, head = played(kernels, host, device, 0.07, sync)
+    corrected = recorded_ms - idle(found, AHEAD, head - found[0].host_ms + AHEAD).recording_ms[-1]
+    told = f"{true_ms:.1f} ms, {recorded_ms:.1f} recorded"
+    if not sync or device < host:
+        assert corrected == pytest.approx(true_ms, rel=0.08), told
+    else:  # the device waits for the host only because of recording, and for the first product after it too
+        assert 0.95 * true_ms < corrected <= recorded_ms and corrected < 1.27 * true_ms, told
 
 
 @pytest.mark.parametrize("planned", [False, True])
@@ -61,13 +107,12 @@ def test_a_recorded_step_is_as_long_as_any_other(sim, monkeypatch, planned):
     assert_same(recorded, plain)
     spent = 1000 * slow * len(trace.points)
     assert trace.step_ms < 0.5 * spent and trace.points[-1].time_ms <= trace.step_ms - trace.stall_ms + 1e-6
-    assert all(one.time_ms <= other.time_ms + 1e-6 for one, other in zip(trace.points, trace.points[1:], strict=False))
+    assert all(one.time_ms <= other.time_ms + 1e-6 for one, other in pairwise(trace.points))
     assert all(p.waits_for_host for p in trace.points), "there, compute is the host"
 
 
-def test_moves_are_told_apart_from_recording(sim, monkeypatch):
-    """Both are in no time of the trace. But what keeps compute busy as a step begins, so that the host gets ahead, is
-    for recording alone: the moves are in every step."""
+def test_what_moves_take_the_host_is_in_the_step_and_in_no_time_of_a_point(sim, monkeypatch):
+    """And what keeps compute busy as a step begins, so that the host gets ahead, is for recording alone."""
     body, leaves = blocks(4, width=32)
     manager = new_manager(sim)
     plan = recorded_plan(body, leaves, manager)
@@ -81,4 +126,43 @@ def test_moves_are_told_apart_from_recording(sim, monkeypatch):
     trace = run_step(body, leaves, manager, plan, record=True).trace
     spent = 2 * 1000 * slow * len(plan.swaps)
     assert len(plan.swaps) > 4 and manager._recording_ms < 0.5 * spent
-    assert trace.step_ms - trace.stall_ms < 0.5 * spent
+    assert trace.step_ms - trace.stall_ms > spent and trace.moving_ms > 0.7 * spent
+    assert trace.points[-1].time_ms <= plain_step_ms(trace) < 0.5 * spent
+
+
+def test_a_look_at_the_clock_that_comes_late_is_not_the_only_one(sim, monkeypatch):
+    body, leaves = blocks(4, width=32)
+    manager, synchronize, late = new_manager(sim), sim.synchronize, [True]
+
+    def sometimes_late(event=None):
+        synchronize(event)
+        if event is not None and late:
+            late.pop()
+            time.sleep(0.05)
+
+    monkeypatch.setattr(sim, "synchronize", sometimes_late)
+    trace = run_step(body, leaves, manager, record=True).trace
+    assert not late and all(p.waits_for_host for p in trace.points)
+
+
+def test_a_load_that_pushes_others_out_counts_each_move_once(sim, monkeypatch):
+    """An allocation may evict, and that is a move of its own."""
+    body, leaves = blocks(4, width=32)
+    manager = new_manager(sim)
+    plan = recorded_plan(body, leaves, manager)
+    empty, took = sim.empty_strided, []
+    began = recorder.Recorder.took_since
+
+    def slow_empty(*args):
+        time.sleep(0.01)
+        return empty(*args)
+
+    def counted(self, start, *, moving=False):
+        if moving:
+            took.append(time.perf_counter() - start)
+        began(self, start, moving=moving)
+
+    monkeypatch.setattr(sim, "empty_strided", slow_empty)
+    monkeypatch.setattr(recorder.Recorder, "took_since", counted)
+    run_step(body, leaves, manager, plan, record=True)
+    assert len(took) == 2 * len(plan.swaps) and sum(took) < 0.01 * len(plan.swaps)

@@ -282,6 +282,19 @@ def test_a_freed_block_answers_a_request_that_is_a_little_smaller(device):
     pool.close()
 
 
+@pytest.mark.parametrize("small", [MIB, MIB // 2])
+def test_of_smaller_and_more_blocks_as_much_fits_as_plans_count_on(device, weightless, small):
+    """What blocks take beyond what was asked for is bounded, however many they are."""
+    pool, need = HostPool(device, GIB), int(0.95 * GIB)
+    blocks = [pool.alloc(1600 * 1024) for _ in range(need // (1600 * 1024))]
+    count = len(blocks)
+    for block in blocks:
+        pool.free(block)
+    wanted = [1500 * 1024 + 512] * count
+    wanted += [small] * ((need - sum(wanted)) // small)
+    assert all(pool.alloc(nbytes) is not None for nbytes in wanted)
+
+
 def test_equal_regions_are_reused_oldest_first(device, weightless):
     pool = HostPool(device, GIB)
     blocks = [pool.alloc(20 * MIB) for _ in range(3)]

@@ -1,9 +1,21 @@
 """Tensors that are not ours to move are passed through, with the right gradients."""
+import gc
+
 import numpy
 import pytest
 import torch
-from swapping import assert_equal_bits, assert_nothing_left, assert_same, blocks, new_manager, new_trace, run_step
+from swapping import (
+    assert_equal_bits,
+    assert_nothing_left,
+    assert_same,
+    blocks,
+    capacity,
+    new_manager,
+    new_trace,
+    run_step,
+)
 
+from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.saved_tensor import Passed
 from mindspeed_swap.sim import device
 
@@ -108,7 +120,7 @@ def test_a_step_that_holds_nothing(sim):
     names = [record.key for record in run_step(body, leaves, manager, record=True).trace.saved]
     for leaf in leaves:
         leaf.grad = None
-    manager.begin_step(holds=False)
+    manager.begin_step(spare_bytes=0)
     with manager.forward(0):
         loss = body(manager.layer)
         assert set(manager.bytes_in.values()) == {0} and manager.evict(1 << 40) == 0
@@ -117,7 +129,7 @@ def test_a_step_that_holds_nothing(sim):
     assert stats.saved == 0 and trace is None
     assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, plain.grads, strict=True))
     assert [record.key for record in run_step(body, leaves, manager, record=True).trace.saved] == names
-    manager.begin_step(holds=False)
+    manager.begin_step(spare_bytes=0)
     with manager.forward(0):
         before = torch.randn(SIZE, SIZE, requires_grad=True).exp()
         manager.change_plan(None, trace=new_trace())  # a step of another shape: told by its first layer
@@ -125,4 +137,39 @@ def test_a_step_that_holds_nothing(sim):
     stats, trace = manager.end_step()
     assert [record.key.ordinal for record in trace.saved] == [1], "saves are counted all the same"
     del before, after
+    assert_nothing_left(manager)
+
+
+def test_where_room_runs_short_the_rest_of_the_step_is_held(sim):
+    """A workload that grows: what was saved before stays, what comes from then on can be pushed out."""
+    body, leaves = blocks(8, width=64)
+    manager = new_manager(sim)
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    gc.collect()
+    before = device.memory_allocated()
+
+    def step(spare_bytes):
+        manager.begin_step(spare_bytes=spare_bytes)
+        with manager.forward(0):
+            loss = body(manager.layer)
+        loss.backward()
+        return manager.end_step()[0]
+
+    device.reset_peak()
+    step(None)
+    peak_bytes = device.max_memory_allocated() - before
+    grads = [leaf.grad.clone() for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad.zero_()
+    with capacity(device.memory_allocated() + int(0.8 * peak_bytes)):
+        guard = OomGuard(manager)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(0)
+        for leaf in leaves:
+            leaf.grad.zero_()
+        stats = step(int(0.6 * peak_bytes))
+        guard.close()
+    assert stats.ran_short and stats.evictions > 0
+    assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True))
     assert_nothing_left(manager)

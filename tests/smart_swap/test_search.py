@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from steps import executed
+from steps import executed, settle
 from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.plan import Plan
@@ -176,21 +176,29 @@ def test_saved_tensors_are_held_where_room_could_run_out(capsys):
     """With nothing to swap, and as much room left as the activations take, nobody has to be ready to push them out."""
     trace = megatron_trace(SHAPE)
     activations = peak(trace) - trace.static_bytes
-    assert warmed_up(peak(trace) + activations - 1).next_step().holds
-    search = warmed_up(peak(trace) + activations)
-    assert search.phase is Phase.STABLE and not search.next_step().holds
+    assert warmed_up(peak(trace) + activations - 1).next_step().spare_bytes is None
+    search = SmartSwap(peak(trace) + activations)
+    settle(search, trace)
+    assert search.next_step().spare_bytes == activations // 2
     for _ in range(5):
         assert not search.after_step(StepStats(), None), "that nothing is counted as saved is no change of the workload"
-        assert not search.next_step().holds
+        assert search.next_step().spare_bytes == activations // 2
     search.capacity_bytes -= 1  # somebody else takes memory
-    assert search.next_step().holds
+    assert search.next_step().spare_bytes is None
     assert search.phase is Phase.STABLE
+    search.capacity_bytes += 1
+    assert search.next_step().spare_bytes is not None
+    assert not search.after_step(StepStats(ran_short=1), None)
+    assert search.next_step().spare_bytes is None, "it is not what it was: from now on all is held, and change is seen"
+    saved = StepStats(saved=9 * len(trace.saved))
+    assert not search.after_step(saved, None) and search.after_step(saved, None) and search.phase is Phase.SEARCH
 
 
 def test_saved_tensors_are_held_until_the_step_is_known():
     search = SmartSwap(1 << 50)
-    assert search.next_step().holds
-    assert SmartSwap(1 << 50).run_saved(Plan("llama", 1 << 50)).next_step().holds, "of a given plan it is not"
+    assert search.next_step().spare_bytes is None
+    given = SmartSwap(1 << 50).run_saved(Plan("llama", 1 << 50))
+    assert given.next_step().spare_bytes is None, "of a given plan it is not"
 
 
 def test_capacity_that_grows_after_the_first_plan_is_used():
