@@ -31,6 +31,16 @@ class StepOrder:
     spare_bytes: int | None = None  # as long as more are left, what autograd saves is not held to be pushed out
 
 
+def spare_bytes(activation_bytes: int, room_bytes: int) -> int | None:
+    """Of a step in which nothing is to move: see StepOrder. ``activation_bytes``: what it needs beyond what there is
+    between steps (0: not known); ``room_bytes``: what it leaves.
+
+    If the activations could take as much again, nothing will have to be pushed out, and to be ready for that would cost
+    a step that waits for the host some percent of its time. Should it come otherwise, half of that room is left when it
+    is seen."""
+    return activation_bytes // 2 if 0 < activation_bytes <= room_bytes else None
+
+
 @dataclass(frozen=True, slots=True)
 class Try:
     """A plan and what it did, on the rank that fared worst."""
@@ -77,3 +87,10 @@ class StableCounters:
     late_loads: int = 0
     evictions: int = 0
     skipped_prefetches: int = 0
+
+    def add(self, stats: StepStats) -> None:
+        self.steps += 1
+        self.on_demand_loads += stats.on_demand_loads
+        self.late_loads += stats.late_loads
+        self.evictions += stats.evictions
+        self.skipped_prefetches += stats.skipped_prefetches

@@ -6,9 +6,21 @@ one reduction; where all are in the same state the leader plans for all. Pure: g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class Facts(NamedTuple):
+    """Of a step, on the rank that fared worst. ``together``: all peers are in the same state, so they decide alike."""
+
+    unready: float  # 1: no plan may be made from this step
+    trouble: float
+    over: float  # peak of the step without swap (WarmUp), measured peak (SearchPolicy) above the target
+    peak: float
+    step_ms: float
+    host_missing: float  # minus what swap may take of the host
+    together: bool = True
 
 
 class Peers:

@@ -15,7 +15,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve
@@ -24,8 +24,17 @@ from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
-from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, StableCounters, StepOrder, Try, WarmUp, trouble_of
-from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.outcomes import (
+    NoPlan,
+    Phase,
+    StableCounters,
+    StepOrder,
+    Try,
+    WarmUp,
+    spare_bytes,
+    trouble_of,
+)
+from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
@@ -60,18 +69,6 @@ _DECIDED = (
 )  # fmt: skip
 
 
-class _Facts(NamedTuple):
-    """Of a step, on the rank that fared worst. ``together``: all peers are in the same state, so they decide alike."""
-
-    unready: float  # 1: no plan may be made from this step
-    trouble: float
-    over: float  # peak of the step without swap (WarmUp), measured peak (SearchPolicy) above the target
-    peak: float
-    step_ms: float
-    host_missing: float  # minus what swap may take of the host
-    together: bool = True
-
-
 @dataclass(slots=True)
 class SmartSwap:
     """One per rank and shape of step. ``next_step`` before a step, ``after_step`` after it."""
@@ -101,7 +98,7 @@ class SmartSwap:
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
     _saved: int = 0  # tensors, in the step that the plan was made from
     _activation_bytes: int = 0  # what that step needed beyond what there is between steps
-    _holds: bool = True  # of the step that runs, see StepOrder
+    _spare_bytes: int | None = None  # of the step that runs
     _bad_steps: int = 0
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
@@ -122,16 +119,8 @@ class SmartSwap:
         host_bytes = host_need(self.plan) if self.plan else 0
         record = self.phase is not Phase.STABLE and not self._unrecorded
         idle = self.phase is Phase.STABLE and self.plan is not None and not self.plan.text
-        self._holds = not (idle and self._roomy)
-        spare_bytes = None if self._holds else self._activation_bytes // 2
-        return StepOrder(self.plan, record, self._read_order, host_bytes, spare_bytes)
-
-    @property
-    def _roomy(self) -> bool:
-        """The activations could take as much again: nothing will have to be pushed out, and to be ready for that would
-        cost a step that waits for the host some percent of its time. Where it comes otherwise, half of that room is
-        left when it is seen."""
-        return 0 < self._activation_bytes <= self.capacity_bytes - self.peak_bytes
+        self._spare_bytes = spare_bytes(self._activation_bytes, self.capacity_bytes - self.peak_bytes) if idle else None
+        return StepOrder(self.plan, record, self._read_order, host_bytes, self._spare_bytes)
 
     @property
     def times(self) -> bool:
@@ -142,7 +131,7 @@ class SmartSwap:
         """Take a step's outcome in. ``step_ms``: if it ``times``. True if the phase or the plan changed. Raises
         NoPlan."""
         self.steps += 1
-        if self._holds:
+        if self._spare_bytes is None:
             self._saved_bytes.append(stats.most_saved_bytes)
         elif stats.ran_short:
             self._activation_bytes = 0  # no longer known: until a search follows, all is held
@@ -177,17 +166,17 @@ class SmartSwap:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
         return 1e6 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
 
-    def _agree(self, *own: float, later: bool = False) -> _Facts:
+    def _agree(self, *own: float, later: bool = False) -> Facts:
         """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""
         state = (float(self.name), self._state())
         values = [*state, *(-each for each in state), *own, -float(self.host_bytes or 0)]
         worst = self.peers.worst_later(values) if later else self.peers.worst(values)
         if worst is None:  # not known yet; nobody else's either, so all count the same
-            return _Facts(0, 0, 0, 0, 0, 0)
+            return Facts(0, 0, 0, 0, 0, 0)
         together = worst[:2] == [-each for each in worst[2:4]]
-        return _Facts(*(worst if together else values)[4:], together=together)
+        return Facts(*(worst if together else values)[4:], together=together)
 
-    def _must_wait(self, facts: _Facts) -> bool:
+    def _must_wait(self, facts: Facts) -> bool:
         """Modules that talk to other ranks must run again on all of them or on none: then nobody decides alone."""
         waits = self.policy.recomputes and self.peers.entangled and not facts.together
         if waits and not self._waited:
@@ -196,7 +185,7 @@ class SmartSwap:
                       "decided from those")  # fmt: skip
         return waits
 
-    def _decide(self, facts: _Facts, decide: Callable[[], None]) -> None:
+    def _decide(self, facts: Facts, decide: Callable[[], None]) -> None:
         """Of ranks that are together the leader decides, once, and all follow: what each knows by itself (plans that
         did not fit, what it tried while it was alone) may differ. Raises NoPlan."""
         decided: tuple[dict[str, Any], str] | None = None
@@ -241,7 +230,7 @@ class SmartSwap:
         self._decide(facts, lambda: self._first_plan(trace, facts))
         return True
 
-    def _first_plan(self, trace: StepTrace, facts: _Facts) -> None:
+    def _first_plan(self, trace: StepTrace, facts: Facts) -> None:
         self._kept_try = None
         self._replan(trace, facts)
         if self.plan is not None and digest(self.plan) in self.failed:
@@ -256,7 +245,7 @@ class SmartSwap:
         else:
             self._enter(Phase.STABLE, "the policy lets nothing move")
 
-    def _replan(self, trace: StepTrace, facts: _Facts) -> None:
+    def _replan(self, trace: StepTrace, facts: Facts) -> None:
         """Raises NoPlan. Where peers are together it is for the one that lacks most."""
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # What a peer lacks more than we do. (An expert's share of the tokens differs from rank to rank.)
@@ -306,7 +295,7 @@ class SmartSwap:
         self._decide(facts, lambda: self._go_on_or_end(trace, facts))
         return True
 
-    def _go_on_or_end(self, trace: StepTrace, facts: _Facts) -> None:
+    def _go_on_or_end(self, trace: StepTrace, facts: Facts) -> None:
         if self._may_go_on() and (self._again() or self._next_try(trace, facts)):
             return
         best = self._best()
@@ -350,7 +339,7 @@ class SmartSwap:
         promised = self.plan.prediction.step_ms if self.plan.prediction else best
         return last < best * (1 - NOISE_SHARE) or promised < min(best, last) * (1 - NOISE_SHARE)
 
-    def _next_try(self, trace: StepTrace, facts: _Facts) -> bool:
+    def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
         """Plan again from the try's own trace: it knows the times better than the one before. False if there is
         nothing else to try."""
         tried = [each.plan.decisions for each in self.tries]
@@ -372,7 +361,7 @@ class SmartSwap:
                 return False
         return False
 
-    def _learn_reserve(self, facts: _Facts) -> int | None:
+    def _learn_reserve(self, facts: Facts) -> int | None:
         """Bytes that are to stay free: little after a try that needed what was predicted. None: what AUTO begins with,
         after one that was in trouble."""
         assert self.plan is not None
@@ -391,15 +380,11 @@ class SmartSwap:
 
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:
-        counters = self.stable
-        counters.steps += 1
-        counters.on_demand_loads += stats.on_demand_loads
-        counters.late_loads += stats.late_loads
-        counters.evictions += stats.evictions
-        counters.skipped_prefetches += stats.skipped_prefetches
-        if not self._saved and self._holds:
+        self.stable.add(stats)
+        held = self._spare_bytes is None
+        if not self._saved and held:
             self._saved = stats.saved  # a loaded plan does not know
-        other = self._holds and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
+        other = held and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
         facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
         bad = facts.trouble > self._accepted_trouble or facts.unready
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
