@@ -110,7 +110,7 @@ class Run:
 
     def _outcome(self, code: int) -> dict[str, Any]:
         if code != 0:
-            lines = said_by_ranks(self._log.read_text(errors="replace"))
+            lines = said_by_ranks(without_places(self._log.read_text(errors="replace")))
             why = why_it_failed(lines) or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
         ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
@@ -123,6 +123,14 @@ class Run:
         if self._process.poll() is None:
             _end(self._process)
         self._temporary.cleanup()
+
+
+def without_places(log: str) -> str:
+    """Results are published: files are named from this repository, or from what was installed, not from where both are
+    on this machine."""
+    for place in sorted({str(HERE.parents[1]), *sys.path} - {"", "/"}, key=len, reverse=True):
+        log = log.replace(f"{place}/", "")
+    return log
 
 
 def said_by_ranks(log: str) -> list[str]:

@@ -84,6 +84,15 @@ def test_why_a_run_failed(said, why):
     assert training.why_it_failed(training.said_by_ranks(said)) == why
 
 
+def test_a_log_says_nothing_of_where_things_are_on_this_machine():
+    installed = next(place for place in sys.path if place.endswith("site-packages"))
+    root = BENCH.resolve().parents[1]
+    said = f'File "{root}/scripts/measure.py", line 80\nFile "{installed}/megatron/training/training.py", line 3856\n'
+    assert training.without_places(said) == (
+        'File "scripts/measure.py", line 80\nFile "megatron/training/training.py", line 3856\n'
+    )
+
+
 def test_rounds_begin_elsewhere(tmp_path):
     machine = run.describe("sim")["id"]
     write(tmp_path, [plain("A", machine=machine), record("A", "adaptive@0.81", 1.0), record("A", "save_on_cpu", 1.0)],
