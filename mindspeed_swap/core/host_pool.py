@@ -165,10 +165,9 @@ class HostPool:
             block = self._again(nbytes)
             if block is None:
                 self._settle()
-                cut = self._cut(nbytes)
-                if cut is None:
-                    return None
-                block = cut
+                block = self._cut(nbytes)
+            if block is None:
+                return None
             self._used += nbytes
             if self._used > self._peak_used:
                 self._peak_used = self._used
@@ -242,13 +241,14 @@ class HostPool:
     def _again(self, nbytes: int) -> HostBlock | None:
         """A freed block of about that size."""
         for size in islice(self._sizes, bisect_left(self._sizes, nbytes), None):
-            if size - nbytes > min(size // LOOSE_PARTS, self._budget // SLACK_PARTS - self._slack):
+            spare = size - nbytes
+            if spare and spare > min(size // LOOSE_PARTS, self._budget // SLACK_PARTS - self._slack):
                 break
             if freed := self._freed[size]:
                 slab, start, tensor, events = freed.popleft()
                 if tensor.numel() != nbytes:
                     tensor = slab.tensor[start : start + nbytes]
-                self._slack += size - nbytes
+                self._slack += spare
                 return HostBlock(slab, start, tensor, nbytes, self._undone(events), size)
         return None
 
