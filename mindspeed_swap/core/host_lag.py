@@ -6,12 +6,13 @@ marks the stream first of all. How long after it was queued the device passed th
 while the point was recorded; what recording took beyond that, the device was idle. So it is with the host's part of a
 plan's moves: the times of the points are those of a step in which nothing moves, and what moves cost is told apart.
 
-The two clocks are compared once, at the end: good to 0.02 ms for steps of seconds, as clocks of different machines go.
+The two clocks are compared at the end only: good to 0.02 ms for steps of seconds, as clocks of different machines go.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 # A mark in an empty queue is passed within this after the least that any takes (10 us, and as long it takes the host to
@@ -56,7 +57,7 @@ def idle(marks: Sequence[Mark], ahead_ms: float, head_ms: float = 0.0) -> Idle:
     lags = [lag - least if least <= LATENCY_MS else lag for lag in lags]
     recording, moving = [0.0], [0.0]
     host_ms = marks[0].device_ms - marks[0].stalled_ms - max(0.0, lags[0] - head_ms)
-    for lag, mark, after in zip(lags, marks, marks[1:], strict=False):
+    for lag, (mark, after) in zip(lags, pairwise(marks), strict=False):
         reached = after.device_ms - after.stalled_ms
         passed = max(0.0, reached - (mark.device_ms - mark.stalled_ms))
         moved = min(passed, max(0.0, mark.moving_ms - lag))
@@ -69,6 +70,4 @@ def idle(marks: Sequence[Mark], ahead_ms: float, head_ms: float = 0.0) -> Idle:
         head_ms -= mark.recording_ms
         if head_ms > 0.0:
             recording[-1] = min(recording[-1], reached - moving[-1] - host_ms)
-    empty = [lag <= EMPTY_MS for lag in lags]
-    waits = [here and there for here, there in zip(empty, [*empty[1:], True], strict=True)]
-    return Idle(recording, moving, waits)
+    return Idle(recording, moving, [max(both) <= EMPTY_MS for both in pairwise([*lags, lags[-1]])])

@@ -10,7 +10,7 @@ from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, ten
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
-from mindspeed_swap.core.trace import ModuleKey, modules_of, pointwise_of
+from mindspeed_swap.core.trace import POINTWISE, ModuleKey, plain_name, pointwise_of
 
 if TYPE_CHECKING:
     from mindspeed_swap.core.swap_manager import SwapManager
@@ -37,7 +37,8 @@ class ModuleCalls:
     def follow(self, plan: Plan | None, borders: bool) -> None:
         """``borders``: the manager has something to do, or to see, where modules begin and end."""
         self._planned = {recompute.key for recompute in plan.recomputes} if plan else set()
-        self._names = {name for key in self._planned for name in modules_of(key)}
+        names = {plain_name(key) for key in self._planned}
+        self._names = names | {name.removesuffix(POINTWISE) for name in names}
         self._has_borders = borders
 
     def call(
@@ -98,9 +99,11 @@ class ModuleCalls:
         keeps_outputs: bool, once: bool,
     ) -> Any:  # fmt: skip
         """The function; so that it can run again, or its pointwise part can, where that is planned."""
-        pointwise = pointwise_of(key) if self._planned else key
-        part = pointwise is not key and pointwise in self._planned
-        if once or not (part or key in self._planned):
+        if once or not self._planned:
+            return function(*args, **kwargs)
+        pointwise = pointwise_of(key)
+        part = pointwise in self._planned
+        if not (part or key in self._planned):
             return function(*args, **kwargs)
         arguments = (args, kwargs)
         call = Call(pointwise if part else key, function, arguments, self._manager.hold, self.random, part)

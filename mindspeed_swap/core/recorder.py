@@ -28,7 +28,7 @@ from mindspeed_swap.core.trace import (
 )
 from mindspeed_swap.core.waits import Wait
 
-CLOCK_SAMPLES = 5
+CLOCK_SAMPLES = 5  # of which the earliest counts
 
 
 def _use_count(address: int) -> int:
@@ -106,7 +106,7 @@ class Recorder:
         allocated = memory.allocated_bytes
         index = self._next
         ours: list[SavedTensor] = []  # nobody has saved it, and now only a call that will run again holds it
-        for serial, saved in list(self._not_sole.items()) if self._not_sole else ():
+        for serial, saved in list(self._not_sole.items()):
             if is_sole_holder(saved, self._sole_count):
                 del self._not_sole[serial]
                 if serial in self._records:

@@ -75,9 +75,9 @@ def pointwise_of(key: ModuleKey) -> ModuleKey:
     return key._replace(name=key.name + POINTWISE)
 
 
-def modules_of(key: ModuleKey) -> tuple[str, str]:
-    """The name of the module, whichever of its calls this is; and of the one whose pointwise part that would be."""
-    return key.name.partition(AGAIN)[0], key.name.removesuffix(POINTWISE).partition(AGAIN)[0]
+def plain_name(key: ModuleKey) -> str:
+    """Without the number of a second call."""
+    return key.name.partition(AGAIN)[0]
 
 
 @dataclass(slots=True)

@@ -134,9 +134,7 @@ class View:
         ]
         # Where the device waits for the host, the host's time counts, which every copy takes alike: the largest first.
         waits = sum(point.waits_for_host for point in trace.points) > n / 2
-        grade = [
-            LARGEST_BITS * (job.record in last_resort) - waits * job.nbytes.bit_length() for job in jobs
-        ]  # fmt: skip
+        grade = [LARGEST_BITS * (job.record in last_resort) - waits * job.nbytes.bit_length() for job in jobs]
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.
         self.wave = [(*trace.saved[job.record].key[:2], g) for g, job in zip(grade, jobs, strict=True)]

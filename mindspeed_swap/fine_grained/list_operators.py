@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_swap.core.recompute import WHOLE_LAYER
-from mindspeed_swap.core.trace import StepTrace
+from mindspeed_swap.core.trace import StepTrace, plain_name
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.names import ALIASES
-from mindspeed_swap.fine_grained.operators import operators, plain_name
+from mindspeed_swap.fine_grained.operators import operators
 from mindspeed_swap.units import format_bytes
 
 TRACE = "step_trace.json"
@@ -64,7 +64,7 @@ def _tables(trace: StepTrace) -> Iterator[tuple[int, list[str]]]:
         if module.key.microbatch:
             continue
         inside = trace.saved[bisect_right(at, module.begin) : bisect_left(at, module.end)]
-        name = "(the layer)" if module.key.name == WHOLE_LAYER else plain_name(module)
+        name = "(the layer)" if module.key.name == WHOLE_LAYER else plain_name(module.key)
         row = layers.setdefault(module.key.layer - 1, {}).setdefault(name, [0, 0, 0, 0])
         row[0] += sum(record.nbytes for record in inside)
         row[1] += sum(record.nbytes for record in inside if is_candidate(record))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from mindspeed_swap.core.recompute import WHOLE_LAYER
 from mindspeed_swap.core.simulate import position_index
-from mindspeed_swap.core.trace import AGAIN, BACKWARD, FORWARD, ModuleRecord, Position, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, FORWARD, Position, StepTrace, plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,18 @@ class Operators:
         return self.begins[index] if index >= 0 else None
 
 
-def plain_name(module: ModuleRecord) -> str:
-    """Without the number of a second call."""
-    return module.key.name.partition(AGAIN)[0]
-
-
 def leaves(trace: StepTrace) -> list[int]:
     """Numbers of the calls of modules that nothing of their layer is inside."""
     parents = set()
     for module in trace.modules:
-        name = plain_name(module)
+        name = plain_name(module.key)
         while "." in name:
             name = name.rpartition(".")[0]
             parents.add((module.key.chunk, module.key.layer, name))
     return [
         i
         for i, module in enumerate(trace.modules)
-        if (name := plain_name(module)) != WHOLE_LAYER and (module.key.chunk, module.key.layer, name) not in parents
+        if (name := plain_name(module.key)) != WHOLE_LAYER and (module.key.chunk, module.key.layer, name) not in parents
     ]
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from mindspeed_swap.core.plan import Plan, Recompute, Swap
 from mindspeed_swap.core.recompute import WHOLE_LAYER, Chosen, Module, as_they_run, first_reads, modules_of
 from mindspeed_swap.core.simulate import position_index
-from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace
+from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace, plain_name
 from mindspeed_swap.core.windows import is_candidate
-from mindspeed_swap.fine_grained.operators import Operators, operators, plain_name
+from mindspeed_swap.fine_grained.operators import Operators, operators
 from mindspeed_swap.fine_grained.parts import Parts
 from mindspeed_swap.fine_grained.schema import Entry
 from mindspeed_swap.smart_swap.stages import predicted
@@ -39,7 +39,7 @@ def layer_names(trace: StepTrace) -> dict[int, list[str]]:
     found: dict[int, dict[str, int]] = {}
     for module in trace.modules:
         names = found.setdefault(module.key.layer - 1, {})
-        if (name := plain_name(module)) != WHOLE_LAYER:
+        if (name := plain_name(module.key)) != WHOLE_LAYER:
             names[name] = min(names.get(name, module.begin), module.begin)
     return {layer: sorted(names, key=lambda n: (names[n], n)) for layer, names in sorted(found.items())}
 
@@ -107,7 +107,7 @@ class Planning:
         found = []
         until = {}
         for record in sorted(self.trace.modules, key=lambda m: (m.begin, -m.end)):
-            layer, name = record.key.layer - 1, plain_name(record)
+            layer, name = record.key.layer - 1, plain_name(record.key)
             whole = name == WHOLE_LAYER and layer in self.parts.full
             if not whole and (layer in self.parts.full or not self.parts.recomputes(layer, name)):
                 continue
@@ -133,7 +133,7 @@ class Planning:
             if record.key.layer == OUTSIDE:
                 continue
             inside = _inside(record, self.calls[record.key[:3]])
-            found = self.parts.entry(record.key.layer - 1, {plain_name(call) for call in inside})
+            found = self.parts.entry(record.key.layer - 1, {plain_name(call.key) for call in inside})
             if found is None:
                 continue
             entry, part = found
@@ -141,7 +141,7 @@ class Planning:
             if number in freed or _inside(record, again_there[record.key[:3]]):
                 self._add(where, "recomputed, so not swapped", record)
             elif (owner := self.ops.owner.get(record.saved, record.key)) in shared:
-                name = plain_name(trace.modules[owner]) if isinstance(owner, int) else part
+                name = plain_name(trace.modules[owner].key) if isinstance(owner, int) else part
                 self._add((where[0], name), "a recomputed operator runs from its output, so not swapped", record)
             elif not is_candidate(record):
                 self._add(where, f"cannot be moved ({record.reason or 'not its only holder'})", record)
