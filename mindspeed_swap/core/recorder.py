@@ -25,6 +25,7 @@ from mindspeed_swap.core.trace import (
     SavedRecord,
     StepTrace,
     WaitRecord,
+    waited_ms,
 )
 from mindspeed_swap.core.waits import Wait
 
@@ -254,14 +255,12 @@ class Recorder:
         def elapsed(event: Event) -> float:
             return self._accelerator.elapsed_ms(self._start, event)
 
-        stalls = ((index, elapsed(after) - elapsed(before)) for _, index, _, before, after in self._waits)
-        stall = next(stalls, None)
-        for index, (mark, event) in enumerate(zip(self._marks, self._events, strict=True)):
-            while stall is not None and stall[0] <= index:
-                trace.stall_ms += stall[1]
-                stall = next(stalls, None)
-            mark.device_ms, mark.stalled_ms = elapsed(event), trace.stall_ms
-        recording, moving, waits = idle(self._marks, ahead_ms, head_ms - hidden_ms)
+        waits = ((index, elapsed(after) - elapsed(before)) for _, index, _, before, after in self._waits)
+        waited = waited_ms(waits, len(self._marks))
+        for mark, event, ms in zip(self._marks, self._events, waited, strict=True):
+            mark.device_ms, mark.stalled_ms = elapsed(event), ms
+        trace.stall_ms = waited[-1] if waited else 0.0
+        recording, moving, empty = idle(self._marks, ahead_ms, head_ms - hidden_ms)
         passed = [mark.device_ms for mark in self._marks]
 
         def span(before: Event, after: Event) -> tuple[float, float]:
@@ -279,7 +278,7 @@ class Recorder:
             trace.operators.append(OperatorRecord(name, index, *span(before, after)))
         for i, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
             point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - recording[i] - moving[i]
-            point.waits_for_host, point.moving_ms = waits[i], moving[i]
+            point.waits_for_host, point.moving_ms = empty[i], moving[i]
         trace.step_ms = hidden_ms + elapsed(end) - (recording[-1] if recording else 0.0)
         for record in trace.saved:
             if record.sole is None:

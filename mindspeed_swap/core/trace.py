@@ -14,8 +14,9 @@ eviction did while it was recorded, and a plan's peak in that interval is ``base
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from mindspeed_swap.core.checked import build, list_of, load_object, tuple_of
@@ -161,6 +162,16 @@ class OperatorRecord:
     end_ms: float
 
 
+def waited_ms(waits: Iterable[tuple[int, float]], points: int) -> list[float]:
+    """At each point, what was waited so far. ``waits``: the first point after each, and how long it was; those after
+    the last point do not count."""
+    spent = [0.0] * points
+    for index, ms in waits:
+        if index < points:
+            spent[index] += ms
+    return list(accumulate(spent))
+
+
 @dataclass(slots=True)
 class StepTrace:
     """One recorded step of one rank (so of one pipeline stage)."""
@@ -201,15 +212,8 @@ class StepTrace:
 
     def measured_ms(self) -> list[float]:
         """When each point was really reached: its time, and all waits before it."""
-        waits = iter(self.waits)
-        wait = next(waits, None)
-        waited, times = 0.0, []
-        for index, point in enumerate(self.points):
-            while wait is not None and wait.point <= index:
-                waited += wait.end_ms - wait.start_ms
-                wait = next(waits, None)
-            times.append(point.time_ms + waited + point.moving_ms)
-        return times
+        waited = waited_ms(((wait.point, wait.end_ms - wait.start_ms) for wait in self.waits), len(self.points))
+        return [point.time_ms + ms + point.moving_ms for point, ms in zip(self.points, waited, strict=True)]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
