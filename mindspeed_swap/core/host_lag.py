@@ -25,13 +25,14 @@ WAITED_SHARE = 0.5
 
 @dataclass(slots=True)
 class Mark:
-    """Milliseconds, of a clock of each: when the host queued it, and when the device passed it."""
+    """Milliseconds, of a clock of each: when the host began to queue it, and when the device passed it."""
 
     host_ms: float
-    recording_ms: float = 0.0  # that took the host, between this mark and the next
+    recording_ms: float = 0.0  # that took the host, from there to the next mark
     moving_ms: float = 0.0  # likewise
     device_ms: float = 0.0
     stalled_ms: float = 0.0  # of that, waits for copies so far
+    queueing_ms: float = 0.0  # of recording_ms, what that mark took
 
 
 class Idle(NamedTuple):
@@ -52,6 +53,7 @@ def idle(marks: Sequence[Mark], ahead_ms: float, head_ms: float = 0.0) -> Idle:
     """
     if not marks:
         return Idle([], [], [])
+    # From before it is queued: a host that is interrupted on the way makes one mark late, and no other.
     lags = [mark.device_ms + ahead_ms - mark.host_ms for mark in marks]
     least = min(lags)
     lags = [lag - least if least <= LATENCY_MS else lag for lag in lags]
@@ -70,4 +72,5 @@ def idle(marks: Sequence[Mark], ahead_ms: float, head_ms: float = 0.0) -> Idle:
         head_ms -= mark.recording_ms
         if head_ms > 0.0:
             recording[-1] = min(recording[-1], reached - moving[-1] - host_ms)
-    return Idle(recording, moving, [max(both) <= EMPTY_MS for both in pairwise([*lags, lags[-1]])])
+    behind = [lag - mark.queueing_ms for lag, mark in zip(lags, marks, strict=True)]
+    return Idle(recording, moving, [max(both) <= EMPTY_MS for both in pairwise([*behind, behind[-1]])])

@@ -70,7 +70,7 @@ class Recorder:
     def __init__(self, accelerator: Accelerator, trace: StepTrace, head_start_ms: float = 0.0) -> None:
         self._accelerator = accelerator
         self._sole_count = sole_holder_count()
-        self._events: list[Event] = []  # of each point
+        self._events: list[Event] = []  # of each point, and of the end
         self._marks: list[Mark] = []  # likewise
         self._records: dict[int, SavedRecord] = {}  # by serial
         self._not_sole: dict[int, SavedTensor] = {}
@@ -100,9 +100,8 @@ class Recorder:
 
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
-        self._events.append(self._accelerator.record(self._accelerator.compute_stream()))
         start = perf_counter()
-        self._marks.append(Mark(1000 * start))
+        self._mark()
         memory = self._accelerator.memory()
         allocated = memory.allocated_bytes
         index = self._next
@@ -137,6 +136,13 @@ class Recorder:
         if position.phase == FORWARD and position.layer == OUTSIDE and position.ordinal == EXIT:
             self.trace.held_bytes = max(self.trace.held_bytes, allocated - self.trace.static_bytes)
         self.took_since(start)
+
+    def _mark(self) -> Event:
+        start = perf_counter()
+        event = self._accelerator.record(self._accelerator.compute_stream())
+        self._events.append(event)
+        self._marks.append(Mark(1000 * start, queueing_ms=1000 * (perf_counter() - start)))
+        return event
 
     def took_since(self, start: float, *, moving: bool = False) -> None:
         """Recording took the host from then, by ``perf_counter``, until now. ``moving``: a move did, of a plan."""
@@ -244,7 +250,7 @@ class Recorder:
         its own) and says of every record whether it can be moved at all."""
         trace = self.trace
         trace.evicted_bytes = evicted_bytes
-        end = self._accelerator.record(self._accelerator.compute_stream())
+        end = self._mark()
         self._accelerator.synchronize(end)
         ahead_ms = self._ahead_ms()
         hidden_ms = head_ms = 0.0
@@ -259,7 +265,7 @@ class Recorder:
         waited = waited_ms(waits, len(self._marks))
         for mark, event, ms in zip(self._marks, self._events, waited, strict=True):
             mark.device_ms, mark.stalled_ms = elapsed(event), ms
-        trace.stall_ms = waited[-1] if waited else 0.0
+        trace.stall_ms = waited[-1]
         recording, moving, empty = idle(self._marks, ahead_ms, head_ms - hidden_ms)
         passed = [mark.device_ms for mark in self._marks]
 
@@ -276,10 +282,10 @@ class Recorder:
             trace.waits.append(WaitRecord(key, index, cause, *span(before, after)))
         for name, index, before, after in self._operators:
             trace.operators.append(OperatorRecord(name, index, *span(before, after)))
-        for i, (point, mark) in enumerate(zip(trace.points, self._marks, strict=True)):
+        for i, (point, mark) in enumerate(zip(trace.points, self._marks, strict=False)):
             point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - recording[i] - moving[i]
             point.waits_for_host, point.moving_ms = empty[i], moving[i]
-        trace.step_ms = hidden_ms + elapsed(end) - (recording[-1] if recording else 0.0)
+        trace.step_ms = hidden_ms + elapsed(end) - recording[-1]
         for record in trace.saved:
             if record.sole is None:
                 record.movable, record.reason = False, "held by others"
