@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import functools
+import gzip
 import json
 import sys
 import time
@@ -74,7 +76,7 @@ class Call:
         for reference in self.args.references:
             here = [run for run in results.runs(name, reference) if run["machine"] == self.machine["id"]]
             if reference in points and not here and reference not in self.tried:
-                return Job(self.workload, points[reference])
+                return self._job(points[reference])
         patterns = self.args.points
         wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
         for point in wanted:
@@ -91,7 +93,17 @@ class Call:
         # Each round begins elsewhere: what comes first or last in a call is not always the same point.
         first = least * len(wanted) // self.args.rounds
         rotated = wanted[first:] + wanted[:first]
-        return next((Job(self.workload, point) for point in rotated if counts[point.name] == least), None)
+        return next((self._job(point) for point in rotated if counts[point.name] == least), None)
+
+    def _job(self, point: Point) -> Job:
+        return Job(self.workload, point, functools.partial(self._keep_trace, point) if self.args.traces else None)
+
+    def _keep_trace(self, point: Point, folder: Path) -> dict[str, Any]:
+        """What plans were made from, for work on the planner where there is no such device."""
+        for file in folder.glob("rank*/step_trace.json"):
+            name = f"{self.workload.name}-{point.name}-{file.parent.name}.json.gz"
+            (self.args.traces / name).write_bytes(gzip.compress(file.read_bytes(), mtime=0))
+        return {}
 
     def _count(self, point: str) -> int:
         records = [r for r in self.results.records if (r["workload"], r["point"]) == (self.workload.name, point)]
@@ -137,7 +149,9 @@ class Call:
         return Run(job, self.args.device, self.machine["id"])
 
     def _save(self) -> None:
-        folders = {folder: "KNOWN" for folder in self.args.known if folder.is_absolute()} | {self.args.out: "OUT"}
+        folders = {folder: "KNOWN" for folder in self.args.known if folder.is_absolute()} | {
+            self.args.out: "OUT", self.args.traces: "TRACES"
+        }  # fmt: skip
         given = [folders.get(Path(each), each) for each in self.args.given]  # not where they are on this machine
         data = {
             "version": VERSION,
@@ -173,6 +187,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--ahead", action=argparse.BooleanOptionalAction, help="start the next point's process while "
                         "one trains; it waits before it touches the device (default: on a GPU machine)")  # fmt: skip
+    parser.add_argument("--traces", type=Path, help="folder to keep the recorded steps of our points in")
     parser.add_argument("--list", action="store_true", help="print the points that are left, and run nothing")
     args = parser.parse_args(given)
     args.given = given
@@ -183,7 +198,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         workload(args.workload, args.device)
     except KeyError:
         parser.error(f"--workload {args.workload}: not on --device {args.device}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (args.out, args.traces)):
+        folder.mkdir(parents=True, exist_ok=True)
     return args
 
 

@@ -1,4 +1,5 @@
 """The runner, the page and the host times on the simulated device: tiny models in real Megatron."""
+import gzip
 import json
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import table
 import training
 from competitors import torchtune_offload
 from planted import plain, record, write
+
+from mindspeed_swap.core.trace import StepTrace
 
 BENCH = Path(run.__file__).parent
 POINTS = "save_on_cpu,adaptive@0.81"
@@ -27,7 +30,8 @@ def call(folder, *more):
 
 
 def test_runs_once_each(folder, capfd):
-    assert call(folder, "--minutes", "8", "--part", "one", "--ahead", "--known", str(folder / "none")) == 0
+    assert call(folder, "--minutes", "8", "--part", "one", "--ahead", "--known", str(folder / "none"),
+                "--traces", str(folder / "traces")) == 0  # fmt: skip
     data = json.loads((folder / "sim-A-one.json").read_text())
     assert [record["point"] for record in data["points"]] == ["plain", "adaptive@0.81", "save_on_cpu"]
     assert {"machine", "versions", "command"} <= set(data) and data["machine"]["card"] == "simulated device"
@@ -41,6 +45,10 @@ def test_runs_once_each(folder, capfd):
     assert str(Path.home()) not in json.dumps(data["points"])  # commands name no folder of a machine
     assert "--out OUT" in data["command"] and "--known KNOWN" in data["command"]
     assert str(folder) not in data["command"]
+    (kept,) = (folder / "traces").iterdir()
+    assert kept.name == "A-adaptive@0.81-rank0.json.gz"
+    trace = StepTrace.from_json(gzip.decompress(kept.read_bytes()).decode())
+    assert max(point.peak_bytes for point in trace.points) == ours["peak_bytes"]["forward_backward"]
     # A second call has nothing left to do.
     assert call(folder, "--minutes", "8", "--part", "two") == 0
     assert not (folder / "sim-A-two.json").exists()
