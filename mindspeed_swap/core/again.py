@@ -119,7 +119,10 @@ class Call:
         self.lock = threading.RLock()  # two threads of autograd may want the same call
 
     def _held(self, leaves: list[Any]) -> list[Any]:
-        return [(self._hold(x), x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return [
+            (self._hold(x), x.requires_grad) if isinstance(x, torch.Tensor) and not x.is_inference() else x
+            for x in leaves
+        ]
 
     def next_save(self) -> int:
         self._saves += 1
@@ -263,7 +266,8 @@ class Produced:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """In a structure of arguments or results, in the order of ``tree_flatten``, which takes several times as long."""
+    """In a structure of arguments or results, in the order of ``tree_flatten``, which takes several times as long.
+    Without those that have no storage, or no version: autograd keeps none of them in a way that concerns us."""
     found: list[torch.Tensor] = []
     _collect(value, found)
     return found
@@ -272,7 +276,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def _collect(value: Any, found: list[torch.Tensor]) -> None:
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        if value.layout is torch.strided and not value.is_inference():
+            found.append(value)
     elif kind is tuple or kind is list:
         for part in value:
             _collect(part, found)
@@ -280,7 +285,9 @@ def _collect(value: Any, found: list[torch.Tensor]) -> None:
         for part in value.values():
             _collect(part, found)
     elif kind in SUPPORTED_NODES or isinstance(value, tuple):  # also named tuples
-        found += [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+        for leaf in tree_flatten(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                _collect(leaf, found)
 
 
 def _never(_: Any) -> torch.Tensor:

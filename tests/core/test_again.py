@@ -14,7 +14,7 @@ from mindspeed_swap.core.plan import Plan, Recompute, Swap
 from mindspeed_swap.core.recompute import modules_of
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
-from mindspeed_swap.core.trace import BACKWARD, MODULE_BORDER, ModuleKey, StepTrace
+from mindspeed_swap.core.trace import BACKWARD, MODULE_BORDER, POINTWISE, ModuleKey, StepTrace
 
 WIDTH, TOKENS, LAYERS = 32, 1024, 4
 
@@ -447,3 +447,32 @@ def test_a_module_of_an_unhappy_name_is_found_again(sim):
     outcome = model.step(manager, plan)
     assert_same(outcome, plain)
     assert outcome.stats.recomputed_calls == len(plan.recomputes) == LAYERS
+
+
+@pytest.mark.parametrize("planned", [None, "outer", "inner", f"outer{POINTWISE}"])
+@pytest.mark.parametrize("kind", ["of inference mode", "sparse"])
+def test_arguments_without_a_version_or_a_storage(sim, kind, planned):
+    """As what an evaluation in inference mode left in a cache. Plain PyTorch takes them where nothing saves them."""
+    with torch.inference_mode(kind == "of inference mode"):
+        bias = torch.randn(TOKENS, WIDTH)
+        bias = bias.to_sparse() if kind == "sparse" else bias
+    weight, inputs = torch.nn.Parameter(torch.randn(WIDTH, WIDTH)), torch.randn(TOKENS, WIDTH)
+
+    def call(name, function, *args):
+        return manager.calls.call(name, function, args, {}) if manager else function(*args)
+
+    def outer(hidden, bias):
+        return torch.exp(call("inner", lambda hidden, bias: torch.tanh(hidden + bias), hidden, bias)) @ weight
+
+    def body(layer):
+        with layer(1):
+            return call("outer", outer, inputs @ weight, bias).square().mean()
+
+    manager = None
+    plain = run_step(body, [weight])
+    manager = new_manager(sim)
+    plan = Plan("test", 0, (), (Recompute(ModuleKey(0, 0, 1, planned), 1, 0.0),)) if planned else None
+    outcome = run_step(body, [weight], manager, plan, record=planned is None)
+    assert_same(outcome, plain)
+    assert outcome.stats.recomputed_calls == (planned is not None)
+    assert_nothing_left(manager)
