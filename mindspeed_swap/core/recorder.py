@@ -251,7 +251,8 @@ class Recorder:
         trace = self.trace
         trace.evicted_bytes = evicted_bytes
         end = self._mark()
-        self._accelerator.synchronize(end)
+        # All of it: the last copies may outlast the step, as may what other streams of the user wait for.
+        self._accelerator.synchronize()
         ahead_ms = self._ahead_ms()
         hidden_ms = head_ms = 0.0
         if self._head_start is not None:
@@ -276,7 +277,6 @@ class Recorder:
             return begin, begin + end - start
 
         for key, nbytes, to_host, before, after in self._copies:
-            self._accelerator.synchronize(after)  # the last ones may outlast the step
             trace.copies.append(CopyRecord(key, nbytes, to_host, *span(before, after)))
         for key, index, cause, before, after in self._waits:
             trace.waits.append(WaitRecord(key, index, cause, *span(before, after)))

@@ -4,9 +4,20 @@ import time
 
 import pytest
 import torch
-from swapping import assert_same, blocks, capacity, new_manager, recorded_plan, run_step
+from swapping import (
+    assert_nothing_left,
+    assert_same,
+    blocks,
+    capacity,
+    new_manager,
+    new_trace,
+    plan_everything,
+    recorded_plan,
+    run_step,
+)
 
 from mindspeed_swap.core import step_clock
+from mindspeed_swap.core.accelerator.sim import COMPUTE, SimAccelerator
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.trace import BACKWARD, ENTER, EXIT, FORWARD, OPTIMIZER, StepTrace
 from mindspeed_swap.sim import device
@@ -237,3 +248,27 @@ def test_recorded_times_are_free_of_waits_for_copies(sim):
     assert 0.0 < trace.points[-1].time_ms <= trace.step_ms - trace.stall_ms
     times = [point.time_ms for point in trace.points]
     assert times == sorted(times)
+
+
+def test_copies_that_another_stream_waits_for_outlast_the_step(sim):
+    """What was saved in a stream of the user's gives its memory up there; the step's end is in another one."""
+
+    class Streams(SimAccelerator):
+        now = COMPUTE
+
+        def compute_stream(self):
+            return self.now
+
+    accelerator = Streams()
+    manager, weight = new_manager(accelerator), torch.nn.Parameter(torch.randn(64, 64))
+    device.set_link(0.001, 0.001)
+    manager.begin_step(plan_everything(2, weight.nbytes), trace=new_trace())
+    with manager.forward(0):
+        accelerator.now = accelerator.new_stream()
+        kept = torch.tanh(torch.tanh(torch.randn(64, 64) @ weight))
+    accelerator.now = COMPUTE
+    _, trace = manager.end_step()
+    assert len(trace.copies) == len(trace.copy_waits) == 2
+    assert all(copy.end_ms > copy.start_ms for copy in trace.copies)
+    del kept
+    assert_nothing_left(manager)
