@@ -8,10 +8,12 @@ import torch
 
 
 def owned_by(models: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers."""
+    """Parameters and buffers, those that have a storage: sparse ones have none."""
     for model in models:
         yield from model.parameters()
-        yield from (buffer for _, buffer in model.named_buffers())  # DDP has a list in the place of buffers()
+        for _, buffer in model.named_buffers():  # DDP has a list in the place of buffers()
+            if buffer.layout is torch.strided:
+                yield buffer
 
 
 def with_gradients(owned: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 import torch
 from swapping import assert_nothing_left, assert_same, new_manager, run_step
 
+from mindspeed_swap.model_state import owned_by, with_gradients
 from mindspeed_swap.sim import device
 
 SIZE = 64
@@ -80,3 +81,12 @@ def test_case_05_registration_follows_the_storage_not_its_address(sim):
     for known in (manager.movable._static, manager.movable._vanishing):
         known.refs[activation.untyped_storage()._cdata] = known.refs[address]  # as if the address were reused
     assert not manager.movable.refuses(activation)
+
+
+def test_case_05_a_model_with_a_sparse_buffer(sim):
+    """It has no storage, and nothing to keep."""
+    model = torch.nn.Linear(SIZE, SIZE)
+    model.register_buffer("adjacency", torch.eye(SIZE).to_sparse())
+    owned = list(owned_by([model]))
+    assert len(owned) == 2
+    new_manager(sim).movable.keep_on_device(with_gradients(owned))
