@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator
-from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.peers import Facts, Peers, Told
 
 T = TypeVar("T")
 
@@ -20,7 +20,8 @@ class GroupPeers(Peers):
         self.count = torch.distributed.get_world_size(group)
         self._source = torch.distributed.get_global_rank(group, 0)
         self.leader = torch.distributed.get_rank() == self._source
-        self._pending: tuple[Any, torch.Tensor] | None = None
+        # Of the last step: who is told, figures of this rank, when the worst is there, the worst.
+        self._pending: tuple[Told, Sequence[float], Any, torch.Tensor] | None = None
 
     def _reduce(self, values: Sequence[float]) -> torch.Tensor:
         device = self._accelerator.empty(8 * len(values)).view(torch.float64)
@@ -29,17 +30,26 @@ class GroupPeers(Peers):
         return device
 
     def worst(self, values: Sequence[float]) -> list[float]:
-        self._pending = None
-        return self._reduce(values).tolist()
+        worst: list[float] = self._reduce(values).tolist()
+        self._learn()
+        return worst
 
-    def worst_later(self, values: Sequence[float]) -> list[float] | None:
-        before, device = self._pending, self._reduce(values)
-        result = device.to("cpu", non_blocking=True)
-        self._pending = self._accelerator.record(self._accelerator.compute_stream()), result
-        if before is None:
-            return None
-        self._accelerator.synchronize(before[0])  # long past: a step lies between
-        return before[1].tolist()
+    def worst_later(self, values: Sequence[float], told: Told) -> None:
+        result = self._reduce(values).to("cpu", non_blocking=True)
+        there = self._accelerator.record(self._accelerator.compute_stream())
+        self._learn()
+        self._pending = told, values, there, result
+
+    def _learn(self) -> None:
+        """The worst of the step before this one."""
+        if self._pending is not None:
+            told, own, there, result = self._pending
+            self._accelerator.synchronize(there)  # long past: a step lies between
+            self._known, self._pending = (told, Facts.of(own, result.tolist())), None
+
+    def forget(self, told: Told) -> None:
+        if self._pending is not None and self._pending[0] == told:
+            self._pending = None
 
     def share(self, value: T) -> T:
         box = [value]

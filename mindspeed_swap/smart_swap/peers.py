@@ -5,7 +5,7 @@ one reduction; where all are in the same state the leader plans for all. Pure: g
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -22,6 +22,16 @@ class Facts(NamedTuple):
     host_missing: float  # minus what swap may take of the host
     together: bool = True
 
+    @classmethod
+    def of(cls, own: Sequence[float], worst: Sequence[float]) -> Facts:
+        """``own``: what this rank gave: two figures of its state, the same two below 0, then those of its step. They
+        count where peers are in another state."""
+        together = list(worst[:2]) == [-each for each in worst[2:4]]
+        return cls(*(worst if together else own)[4:], together=together)
+
+
+Told = Callable[[Facts], bool]
+
 
 class Peers:
     """A rank without peers."""
@@ -29,14 +39,23 @@ class Peers:
     leader = True
     count = 1
     entangled = False  # in what a module computes, ranks wait for one another
+    _known: tuple[Told, Facts] | None = None  # to be told
 
     def worst(self, values: Sequence[float]) -> list[float]:
         """The largest of all ranks, for each. Every rank calls this or ``worst_later``, once per step, with as many."""
         return list(values)
 
-    def worst_later(self, values: Sequence[float]) -> list[float] | None:
-        """The same, of the step before (None: there was none), without waiting for the device."""
-        return list(values)
+    def worst_later(self, values: Sequence[float], told: Told) -> None:
+        """The same without waiting for the device: ``tell`` calls ``told``, as late as after the next step."""
+        self._known = told, Facts.of(values, values)
+
+    def tell(self) -> bool:
+        """After every step. All ranks are told of the same one. Returns what they say who are told."""
+        known, self._known = self._known, None
+        return known is not None and known[0](known[1])
+
+    def forget(self, told: Told) -> None:
+        """It wants to hear no more of what it gave."""
 
     def share(self, value: T) -> T:
         """The leader's value. All ranks call it, or none."""

@@ -130,6 +130,10 @@ class SmartSwap:
     def after_step(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None = None) -> bool:
         """Take a step's outcome in. ``step_ms``: if it ``times``. True if the phase or the plan changed. Raises
         NoPlan."""
+        changed = self._took(stats, trace, step_ms)
+        return self.peers.tell() or changed
+
+    def _took(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None) -> bool:
         self.steps += 1
         if self._spare_bytes is None:
             self._saved_bytes.append(stats.most_saved_bytes)
@@ -162,19 +166,15 @@ class SmartSwap:
         return best.plan if best and not best.rank[0] else None
 
     # ---- with the other ranks
-    def _state(self) -> float:
+    def _figures(self, *own: float) -> list[float]:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        return 1e6 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
+        state = 1e6 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
+        return [float(self.name), state, -float(self.name), -state, *own, -float(self.host_bytes or 0)]
 
-    def _agree(self, *own: float, later: bool = False) -> Facts:
-        """The worst of all peers; ours where they are in another state. Once per step, whatever happens."""
-        state = (float(self.name), self._state())
-        values = [*state, *(-each for each in state), *own, -float(self.host_bytes or 0)]
-        worst = self.peers.worst_later(values) if later else self.peers.worst(values)
-        if worst is None:  # not known yet; nobody else's either, so all count the same
-            return Facts(0, 0, 0, 0, 0, 0)
-        together = worst[:2] == [-each for each in worst[2:4]]
-        return Facts(*(worst if together else values)[4:], together=together)
+    def _agree(self, *own: float) -> Facts:
+        """The worst of all peers; ours where they are in another state. Of steps that are not Stable, once."""
+        figures = self._figures(*own)
+        return Facts.of(figures, self.peers.worst(figures))
 
     def _must_wait(self, facts: Facts) -> bool:
         """Modules that talk to other ranks must run again on all of them or on none: then nobody decides alone."""
@@ -296,7 +296,8 @@ class SmartSwap:
         return True
 
     def _go_on_or_end(self, trace: StepTrace, facts: Facts) -> None:
-        if self._may_go_on() and (self._again() or self._next_try(trace, facts)):
+        most = MAX_TRIES if self.policy.tries is None else self.policy.tries
+        if len(self.tries) < most and (self._again() or self._next_try(trace, facts)):
             return
         best = self._best()
         self.plan, self._accepted_trouble = best.plan, best.trouble
@@ -310,9 +311,6 @@ class SmartSwap:
             + (f", {best.trouble} evictions and loads on demand" if best.trouble else "")
             + (f", {format_bytes(best.over_bytes)} ABOVE the target" if best.over_bytes else ""),
         )
-
-    def _may_go_on(self) -> bool:
-        return len(self.tries) < (MAX_TRIES if self.policy.tries is None else self.policy.tries)
 
     def _again(self) -> bool:
         """The same plan once more: it was without fault and much slower than it promised."""
@@ -385,14 +383,18 @@ class SmartSwap:
         if not self._saved and held:
             self._saved = stats.saved  # a loaded plan does not know
         other = held and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
-        facts = self._agree(other, trouble_of(stats), 0, 0, 0, later=True)
+        self.peers.worst_later(self._figures(other, trouble_of(stats), 0, 0, 0), self.judge)
+        return False
+
+    def judge(self, facts: Facts) -> bool:
+        """Of a Stable step of ours, when they are known: another shape may have run one since."""
         bad = facts.trouble > self._accepted_trouble or facts.unready
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
-        self._bad_steps, self._afresh = 0, True
-        self._changes += 1
+        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
         self.tries.clear()
+        self.peers.forget(self.judge)
         self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
         self._tell_lines()
         return True

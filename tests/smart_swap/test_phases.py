@@ -11,7 +11,7 @@ from traces import MIB, Shape, megatron_trace
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
-from mindspeed_swap.smart_swap.peers import Peers
+from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.search import SmartSwap
@@ -376,12 +376,21 @@ class ThreadPeers(Peers):
         return [max(column) for column in zip(*everybody, strict=True)]
 
     def worst(self, values):
-        self.pending = None
-        return self._reduce(values)
+        worst = self._reduce(values)
+        self._learn()
+        return worst
 
-    def worst_later(self, values):
-        before, self.pending = self.pending, self._reduce(values)
-        return before
+    def worst_later(self, values, told):
+        worst = self._reduce(values)
+        self._learn()
+        self.pending = told, Facts.of(values, worst)
+
+    def _learn(self):
+        self._known, self.pending = self.pending, None
+
+    def forget(self, told):
+        if self.pending is not None and self.pending[0] == told:
+            self.pending = None
 
     def share(self, value):
         return self.board.exchange(self.number, "broadcast", value)[0]
@@ -506,6 +515,41 @@ def test_what_was_tried_apart_does_not_part_them_later():
     one, two = large
     assert one.phase is two.phase is Phase.STABLE
     assert one.plan == two.plan and len(one.tries) == len(two.tries)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "one rank is elsewhere now and then"])
+def test_trouble_is_that_of_the_shape_that_had_it(apart):
+    """Steps of two shapes in turn. What the one has accepted is no change of the other, and a change is seen in it."""
+    board, told, phases = Board(2), [], []
+    peers = [ThreadPeers(board, number) for number in range(2)]
+    policy = Policy(stable_step=3)
+    quiet, noisy = (
+        [SmartSwap(CAPACITY, policy, peers[r], name, tell=lambda text: None) for r in range(2)] for name in (7, 6)
+    )
+
+    def rank(number: int) -> None:
+        def step(searches, evictions: int) -> None:
+            run(searches[number], TRACE, StepStats(saved=SAVED, evictions=evictions))
+
+        for searches, evictions in ((quiet, 0), (noisy, 3)):
+            while searches[number].phase is not Phase.STABLE:
+                step(searches, evictions)
+        for _ in range(10):
+            step(quiet, 0)
+            step(noisy, 3)
+        told.append((quiet[number]._changes, noisy[number]._changes))
+        for turn in range(4):
+            step(quiet, 1)
+            if apart and turn == 1:
+                step(noisy if number else quiet, 3 if number else 1)
+            else:
+                step(noisy, 3)
+        told.append((quiet[number]._changes, noisy[number]._changes))
+        phases.append((quiet[number].phase, noisy[number].phase))
+
+    on_both(rank)
+    assert told == [(0, 0), (0, 0), (1, 0), (1, 0)]
+    assert phases[0] == phases[1]
 
 
 RECOMPUTES = Policy(recomputes=True)
