@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
@@ -109,7 +109,7 @@ class Call:
         self._leaves = self._held(leaves)
         self._function = function
         self._random, self._random_state = random, random.get()
-        self._autocast = _autocast(next((x for x in leaves if isinstance(x, torch.Tensor)), None))
+        self._autocast = _autocast({"cpu", *(x.device.type for x in leaves if isinstance(x, torch.Tensor))})
         self._saves = self._entries = 0
         self._inside: list[tuple[int, list[Identity]]] = []  # modules that run inside: number, what they were given
         # Serials of saved tensors: they own the call, not the other way round.
@@ -294,8 +294,16 @@ def _never(_: Any) -> torch.Tensor:
     raise AssertionError("backward went into the graph of a recompute")
 
 
-def _autocast(of: torch.Tensor | None) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that puts back the autocast that is in force now where that tensor is."""
-    device = of.device.type if of is not None else "cpu"
-    on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    return lambda: torch.autocast(device, dtype=dtype, enabled=on)
+def _autocast(devices: set[str]) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that puts back the autocast that is in force now, on all of these devices that know one."""
+    known = [device for device in sorted(devices) if torch.amp.autocast_mode.is_autocast_available(device)]
+    was = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in known]
+
+    @contextmanager
+    def restored() -> Iterator[None]:
+        with ExitStack() as stack:
+            for device, on, dtype in was:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
+            yield
+
+    return restored

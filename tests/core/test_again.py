@@ -476,3 +476,24 @@ def test_arguments_without_a_version_or_a_storage(sim, kind, planned):
     assert_same(outcome, plain)
     assert outcome.stats.recomputed_calls == (planned is not None)
     assert_nothing_left(manager)
+
+
+def test_autocast_is_that_of_all_devices_that_are_there(sim):
+    """The first of the arguments may be elsewhere: what counts tokens of experts is on the host."""
+    elsewhere, weight, manager = torch.empty(3, device="meta"), torch.nn.Parameter(torch.randn(WIDTH, WIDTH)), None
+    inputs = torch.randn(TOKENS, WIDTH)
+
+    def body(layer):
+        arguments = elsewhere, inputs @ weight
+        with layer(1), torch.autocast("cpu", torch.bfloat16):
+            made = manager.calls.call("mod", mod, arguments, {}) if manager else mod(*arguments)
+            return made.float().square().mean()
+
+    def mod(_, hidden):
+        return torch.exp(torch.tanh(hidden @ weight))
+
+    plain, manager = run_step(body, [weight]), new_manager(sim)
+    plan = Plan("test", 0, (), (Recompute(ModuleKey(0, 0, 1, "mod"), 1, 0.0),))
+    outcome = run_step(body, [weight], manager, plan)
+    assert_same(outcome, plain)
+    assert outcome.stats.recomputed_calls == 1
