@@ -83,6 +83,10 @@ class ModuleCalls:
                     result = self._run(key, function, args, kwargs, keeps_outputs, once)
             finally:
                 self._call, self._around = outer, around
+            for tensor in tensors(result):
+                # What it was given and gives back would be wanted from the very call that keeps it: a circle.
+                if (saved := self._manager.live.find(tensor)) is not None and saved.again is outer:
+                    self._manager.give(saved, tensor)
             outer.returned(result)
         if self._has_borders:
             self._manager.at(scope.module_border())

@@ -1,6 +1,8 @@
 """What a module computes between the modules inside it, recomputed without running any of these again."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from swapping import Outcome, assert_nothing_left, assert_same, new_manager, run_step
@@ -196,3 +198,36 @@ def test_the_planner_takes_it_where_a_product_again_would_cost_more(sim):
     peak = max(point.peak_bytes for point in trace.points)
     plan = solve(trace, int(0.85 * peak), ALL_VERBS)
     assert {recompute.key.name for recompute in plan.recomputes} == {"mlp.pointwise"}
+
+
+def test_a_module_inside_that_returns_what_it_was_given_makes_no_circle(sim):
+    """As an IdentityOp does. Without a backward what the call keeps goes with the graph, not with the next garbage
+    collection."""
+    weight, inputs, manager = torch.nn.Parameter(torch.randn(64, 64) / 8), torch.randn(64, 64), None
+
+    def call(name, function, *args):
+        return manager.calls.call(name, function, args, {}) if manager else function(*args)
+
+    def outer(hidden):
+        return torch.exp(0.1 * call("inner", lambda given: given, torch.exp(hidden)))
+
+    def body(layer):
+        with layer(1):
+            return call("outer", outer, inputs @ weight).square().mean()
+
+    plain, manager = run_step(body, [weight]), new_manager(sim)
+    plan = Plan("test", 0, (), (Recompute(pointwise_of(ModuleKey(0, 0, 1, "outer")), 1, 0.0),))
+    outcome = run_step(body, [weight], manager, plan)
+    assert_same(outcome, plain)
+    assert outcome.stats.recomputed_calls == 1
+    assert_nothing_left(manager)
+    gc.disable()
+    try:
+        manager.begin_step(plan)
+        with manager.forward(0):
+            loss = body(manager.layer)
+        del loss
+        manager.begin_step()
+        assert not any(manager.bytes_in.values())
+    finally:
+        gc.enable()
