@@ -231,7 +231,7 @@ class SmartSwap:
         return True
 
     def _first_plan(self, trace: StepTrace, facts: Facts) -> None:
-        self._kept_try = None
+        self._kept_try, self._accepted_trouble = None, 0
         self._replan(trace, facts)
         if self.plan is not None and digest(self.plan) in self.failed:
             self._extra_bytes = self._reserve()

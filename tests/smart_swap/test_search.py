@@ -211,3 +211,26 @@ def test_capacity_that_grows_after_the_first_plan_is_used():
     while search.phase is not Phase.STABLE:
         search.after_step(StepStats(), tried(search))
     assert search.plan.swap_bytes == 0
+
+
+def test_what_one_plan_was_forgiven_the_next_is_not():
+    """A plan with evictions was the best to be had; then there is room for everything, and evictions are a change."""
+    trace = megatron_trace(SHAPE)
+    search = warmed_up(tight(trace))
+
+    def steps(count, evictions):
+        for _ in range(count):
+            order = search.next_step()
+            search.after_step(StepStats(evictions=evictions), tried(search) if order.record else None)
+
+    while search.phase is not Phase.STABLE:
+        steps(1, 3)
+    steps(10, 3)
+    assert search.phase is Phase.STABLE, "no more than it was when it was tried"
+    search.capacity_bytes = 2 * peak(trace)
+    while search.phase is Phase.STABLE:
+        steps(1, 4)
+    steps(1, 0)
+    assert search.phase is Phase.STABLE and not search.plan.text
+    steps(4, 3)
+    assert search.phase is Phase.SEARCH
