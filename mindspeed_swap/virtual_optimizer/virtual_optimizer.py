@@ -64,7 +64,8 @@ class VirtualOptimizer:
         self._shared_step_said = False
 
     def attach(self, optimizers: Sequence[Optimizer], masters: Iterable[torch.Tensor] = ()) -> None:
-        """Move the moments of a rank's optimizers. Call once, when they have been built and before anything is loaded.
+        """Move the moments of a rank's optimizers. Call when they have been built, before anything is loaded, and again
+        for others: one amount holds for all.
 
         ``masters``: fp32 main parameters, which may move as well. Raises SettingError if what must fit does not.
         """
@@ -76,13 +77,14 @@ class VirtualOptimizer:
                 f"{FLAG}-master: on {self._accelerator.name} main parameters stay on the device: Megatron copies them "
                 "directly, which the driver refuses where they are on the host; leave the flag out"
             )
-        amount, masters = self._amount, list(masters) if self._master else []
+        masters = list(masters) if self._master else []
+        amount = None if self._amount is None else self._amount - self.moments_bytes
         chosen: list[tuple[Optimizer, list[Unit]]] = []
         for optimizer in optimizers:
             units = choose(optimizer, self._accelerator, amount, masters)
             chosen.append((optimizer, units))
             amount = amount if amount is None else amount - moment_bytes(units)
-        if amount is not None and not any(units for _, units in chosen):
+        if amount is not None and not self.moments_bytes and not any(units for _, units in chosen):
             self._check_too_small(optimizers)
         chosen = self._within_budget(chosen)
         if self._mode == "auto":

@@ -40,6 +40,18 @@ def test_one_amount_for_all_optimizers_of_a_rank(sim):
     assert differences(first, second) == []
 
 
+@pytest.mark.parametrize("amount", [5_000_000, 1_000_000])
+def test_one_amount_for_optimizers_that_come_one_after_the_other(sim, amount):
+    """Megatron builds one for each model of a script that has several."""
+    first, second, plain = adamw(), adamw(), adamw()
+    virtual = attach(sim, first, amount=amount)
+    virtual.attach([second])
+    assert 0 < virtual.moments_bytes <= amount
+    for optimizer in (first, second, plain):
+        train(optimizer, range(2))
+    assert differences(first, plain) == differences(second, plain) == []
+
+
 @pytest.mark.parametrize("mode", ["mapped", "streamed"])
 def test_device_memory(sim, mode):
     """At the end of a step it is lower by what moved; at the peak too, but for the buffers."""
