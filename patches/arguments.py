@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches import compat
-from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.patches.registry import Patch, in_place_of
 from mindspeed_swap.virtual_optimizer.amount import MODES
 
 _OURS = "--swap-host-memory"  # a flag that nobody else has
@@ -115,12 +114,9 @@ def check(args: argparse.Namespace) -> None:
         raise SettingError("\n".join(found))
 
 
-def _add_megatron_arguments(original: Any) -> Any:
-    @functools.wraps(original)
-    def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return _with_help_that_prints(add_arguments(original(parser)))
-
-    return add_megatron_arguments
+@in_place_of
+def _add_megatron_arguments(original: Any, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    return _with_help_that_prints(add_arguments(original(parser)))
 
 
 def _with_help_that_prints(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -153,37 +149,31 @@ def activate(args: argparse.Namespace) -> None:
         say(f"{' and '.join(unused)} without {', '.join(compat.COMPAT)}: nothing changes")
 
 
-def _parse_args(original: Any) -> Any:
-    @functools.wraps(original)
-    def parse_args(*rest: Any, **kwargs: Any) -> Any:
-        args = original(*rest, **kwargs)
-        on = [flag for flag in compat.COMPAT if compat.is_on(args, flag)]
-        if on and getattr(args, "yaml_cfg", None) is not None:  # Megatron then calls nothing that we could see
-            raise SettingError(
-                f"{on[0]} cannot be used with --yaml-cfg: Megatron takes other ways there; give its arguments on the "
-                "command line"
-            )
-        return args
-
-    return parse_args
+@in_place_of
+def _parse_args(original: Any, *rest: Any, **kwargs: Any) -> Any:
+    args = original(*rest, **kwargs)
+    on = [flag for flag in compat.COMPAT if compat.is_on(args, flag)]
+    if on and getattr(args, "yaml_cfg", None) is not None:  # Megatron then calls nothing that we could see
+        raise SettingError(
+            f"{on[0]} cannot be used with --yaml-cfg: Megatron takes other ways there; give its arguments on the "
+            "command line"
+        )
+    return args
 
 
-def _validate_args(original: Any) -> Any:
-    @functools.wraps(original)
-    def validate_args(args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
-        if not hasattr(args, "smart_swap"):  # not of our parser, so without our flags
-            _must_not_be_given()
-            return original(args, *rest, **kwargs)
-        check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
-        result = original(args, *rest, **kwargs)
-        activate(args)
-        if CAPACITY in os.environ:
-            from mindspeed_swap.core.accelerator import cap_device
+@in_place_of
+def _validate_args(original: Any, args: argparse.Namespace, *rest: Any, **kwargs: Any) -> Any:
+    if not hasattr(args, "smart_swap"):  # not of our parser, so without our flags
+        _must_not_be_given()
+        return original(args, *rest, **kwargs)
+    check(args)  # before Megatron, which may refuse its own flag for a reason that would not help
+    result = original(args, *rest, **kwargs)
+    activate(args)
+    if CAPACITY in os.environ:
+        from mindspeed_swap.core.accelerator import cap_device
 
-            cap_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return result
-
-    return validate_args
+        cap_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return result
 
 
 def _must_not_be_given() -> None:

@@ -7,14 +7,13 @@ from before the load (or stops, in the format ``torch``). All are mended here: s
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mindspeed_swap import runtime
-from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.patches.registry import Patch, in_place_of
 from mindspeed_swap.virtual_optimizer.swap_tensor import is_out_of_reach, to_host, write_swapped
 
 # Lists of lists of fp32 main parameters that are copies, not views, of the model's: in the distributed optimizer, and
@@ -34,65 +33,54 @@ def _masters(part: Any) -> Iterator[torch.Tensor]:
             yield from (master for master in group if master is not None)
 
 
-def _get_megatron_optimizer(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import parallel_state
+@in_place_of
+def _get_megatron_optimizer(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from megatron.core import parallel_state
 
-        optimizer = original(*args, **kwargs)
-        parts = _parts(optimizer)
-        running = runtime.get()
-        virtual = running.virtual_optimizer(
-            parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
-        )
-        virtual.attach([part.optimizer for part in parts], [m for part in parts for m in _masters(part)])
-        running.install_overlap(virtual.overlap)
-        for part in parts:
-            # Megatron's own makes state that is missing, on the device.
-            part.init_state_fn = lambda *args: virtual.adopt()
-        return optimizer
-
-    return get_megatron_optimizer
+    optimizer = original(*args, **kwargs)
+    parts = _parts(optimizer)
+    running = runtime.get()
+    virtual = running.virtual_optimizer(
+        parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_world_size()
+    )
+    virtual.attach([part.optimizer for part in parts], [m for part in parts for m in _masters(part)])
+    running.install_overlap(virtual.overlap)
+    for part in parts:
+        # Megatron's own makes state that is missing, on the device.
+        part.init_state_fn = lambda *args: virtual.adopt()
+    return optimizer
 
 
-def _state_dict(original: Any) -> Any:
+@in_place_of
+def _state_dict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a rank whose shard of every parameter is empty: it has no step to show, and plain Megatron stops there."""
-
-    @functools.wraps(original)
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = getattr(self, "optimizer", None)
-        if inner is None or any(group["params"] for group in inner.param_groups):
-            return original(self, *args, **kwargs)
-        steps = [group["step"] for group in inner.param_groups if "step" in group]
-        inner.state["no parameters"] = {"step": torch.tensor(float(steps[0] if steps else 0))}
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            del inner.state["no parameters"]
-
-    return state_dict
+    inner = getattr(self, "optimizer", None)
+    if inner is None or any(group["params"] for group in inner.param_groups):
+        return original(self, *args, **kwargs)
+    steps = [group["step"] for group in inner.param_groups if "step" in group]
+    inner.state["no parameters"] = {"step": torch.tensor(float(steps[0] if steps else 0))}
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        del inner.state["no parameters"]
 
 
-def _set_main_param_and_optimizer_states(original: Any) -> Any:
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        given = {**tensors, "step": None}  # None: leave it
-        for key, place in _out_of_reach(self, model_param).items():
-            if isinstance(given.get(key), torch.Tensor):
-                write_swapped(place, given[key])
-                given[key] = None
-        return original(self, model_param, given)
+@in_place_of
+def _set_main_param_and_optimizer_states(
+    original: Any, self: Any, model_param: Any, tensors: dict[str, Any]
+) -> Any:
+    given = {**tensors, "step": None}  # None: leave it
+    for key, place in _out_of_reach(self, model_param).items():
+        if isinstance(given.get(key), torch.Tensor):
+            write_swapped(place, given[key])
+            given[key] = None
+    return original(self, model_param, given)
 
-    return set_states
 
-
-def _get_main_param_and_optimizer_states(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_states(self: Any, model_param: Any) -> Any:
-        tensors = original(self, model_param)
-        return {key: to_host(value) if is_out_of_reach(value) else value for key, value in tensors.items()}
-
-    return get_states
+@in_place_of
+def _get_main_param_and_optimizer_states(original: Any, self: Any, model_param: Any) -> Any:
+    tensors = original(self, model_param)
+    return {key: to_host(value) if is_out_of_reach(value) else value for key, value in tensors.items()}
 
 
 def _out_of_reach(part: Any, model_param: Any) -> dict[str, torch.Tensor]:

@@ -6,11 +6,10 @@ dies ("param.grad being None is not safe ..."). The Parameter outlives the step 
 """
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from mindspeed_swap.patches.ctx import CtxProxy
-from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.patches.registry import Patch, in_place_of
 
 _WEIGHT = "_mindspeed_swap_weight"
 
@@ -24,21 +23,15 @@ class _WithWeight(CtxProxy):
         return (saved_input, getattr(self._ctx, _WEIGHT), *rest)
 
 
-def _forward(original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(ctx: Any, input: Any, weight: Any, *args: Any) -> Any:
-        setattr(ctx, _WEIGHT, weight)
-        return original(ctx, input, weight, *args)
-
-    return forward
+@in_place_of
+def _forward(original: Any, ctx: Any, input: Any, weight: Any, *args: Any) -> Any:
+    setattr(ctx, _WEIGHT, weight)
+    return original(ctx, input, weight, *args)
 
 
-def _backward(original: Any) -> Any:
-    @functools.wraps(original)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return original(_WithWeight(ctx), *grads)
-
-    return backward
+@in_place_of
+def _backward(original: Any, ctx: Any, *grads: Any) -> Any:
+    return original(_WithWeight(ctx), *grads)
 
 
 _LINEAR = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"

@@ -8,14 +8,13 @@ this would change the result. What is inside such a module, experts above all, m
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from mindspeed_swap import runtime
-from mindspeed_swap.patches.registry import Installed, Patch
+from mindspeed_swap.patches.registry import Installed, Patch, in_place_of
 
 NAME, ONCE, _RUNS = "_mindspeed_swap_name", "_mindspeed_swap_once", "_mindspeed_swap_runs"
 LAYER = "layer"
@@ -61,27 +60,21 @@ def layer_names(models: Iterable[nn.Module]) -> list[dict[int, list[str]]]:
     ]
 
 
-def _forward(original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = vars(self)
-        if NAME not in own or own.get(_RUNS):  # a forward that calls that of its base class is one call
-            return original(self, *args, **kwargs)
-        own[_RUNS] = True
-        try:
-            return runtime.call(own[NAME], original, (self, *args), kwargs, once=own[ONCE])
-        finally:
-            own[_RUNS] = False
-
-    return forward
+@in_place_of
+def _forward(original: Any, self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    own = vars(self)
+    if NAME not in own or own.get(_RUNS):  # a forward that calls that of its base class is one call
+        return original(self, *args, **kwargs)
+    own[_RUNS] = True
+    try:
+        return runtime.call(own[NAME], original, (self, *args), kwargs, once=own[ONCE])
+    finally:
+        own[_RUNS] = False
 
 
-def _function(original: Any) -> Any:
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return runtime.call(_ACTIVATION, original, args, kwargs)
-
-    return function
+@in_place_of
+def _function(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return runtime.call(_ACTIVATION, original, args, kwargs)
 
 
 # What the MLP computes between its two products is no module. Its fused forms are functions.

@@ -24,32 +24,26 @@ from mindspeed_swap import runtime
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.patches.ctx import CtxProxy
-from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.patches.registry import Patch, in_place_of
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 _told_no_fp8 = False
 
 
-def _checkpoint(original: Any) -> Any:
-    @functools.wraps(original)
-    def checkpoint(function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
-        with runtime.get().recomputed():
-            return original(function, distribute_saved_activations, *args)
-
-    return checkpoint
+@in_place_of
+def _checkpoint(original: Any, function: Any, distribute_saved_activations: bool, *args: Any) -> Any:
+    with runtime.get().recomputed():
+        return original(function, distribute_saved_activations, *args)
 
 
-def _checkpoint_without_output(original: Any) -> Any:
-    @functools.wraps(original)
-    def checkpoint(self: Any, run_function: Any, *args: Any, **kwargs: Any) -> Any:
-        _mend_fp8(self)
-        outputs = original(self, run_function, *args, **kwargs)
-        for output in outputs if isinstance(outputs, tuple) else (outputs,):
-            if isinstance(output, torch.Tensor):
-                runtime.get().will_vanish(output)
-        return outputs
-
-    return checkpoint
+@in_place_of
+def _checkpoint_without_output(original: Any, self: Any, run_function: Any, *args: Any, **kwargs: Any) -> Any:
+    _mend_fp8(self)
+    outputs = original(self, run_function, *args, **kwargs)
+    for output in outputs if isinstance(outputs, tuple) else (outputs,):
+        if isinstance(output, torch.Tensor):
+            runtime.get().will_vanish(output)
+    return outputs
 
 
 def _mend_fp8(checkpoint: Any) -> None:
@@ -77,19 +71,16 @@ class _SavesInputs(CtxProxy):
         self._ctx.save_for_backward(*self._inputs)
 
 
-def _save_inputs(original: Any) -> Any:
-    @functools.wraps(original)
-    def forward(ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
-        if not _detaches_what_it_reads():
-            raise SettingError(
-                "--recompute-modules layernorm, moe_act and mla_up_proj of this Megatron lose gradients while saved "
-                "tensors are swapped: use megatron-core 0.16 or newer, or leave these modules out"
-            )
-        outputs = original(_SavesInputs(ctx, args), run_function, checkpoint, *args)
-        checkpoint.ctx = ctx  # it has kept the stand-in
-        return outputs
-
-    return forward
+@in_place_of
+def _save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
+    if not _detaches_what_it_reads():
+        raise SettingError(
+            "--recompute-modules layernorm, moe_act and mla_up_proj of this Megatron lose gradients while saved "
+            "tensors are swapped: use megatron-core 0.16 or newer, or leave these modules out"
+        )
+    outputs = original(_SavesInputs(ctx, args), run_function, checkpoint, *args)
+    checkpoint.ctx = ctx  # it has kept the stand-in
+    return outputs
 
 
 @functools.cache

@@ -6,6 +6,7 @@ modules from-imported earlier are swept too, and ``remove`` undoes exactly what 
 """
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -20,6 +21,19 @@ Patch = tuple[str, Wrapper]
 SUPPORTED = "0.12.1 to 0.19"
 _OLDEST, _FIRST_UNKNOWN = (0, 12, 1), (0, 20)
 _INHERITED = object()  # the class did not define the name itself
+
+
+def in_place_of(function: Callable[..., Any]) -> Wrapper:
+    """The wrapper whose replacement calls ``function`` with the original before its own arguments."""
+
+    def wrapper(original: Any) -> Any:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        return replacement
+
+    return wrapper
 
 
 def megatron_version() -> str:

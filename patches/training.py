@@ -9,7 +9,7 @@ from mindspeed_swap import runtime
 from mindspeed_swap.log import speak_for_stage
 from mindspeed_swap.patches.modules import layer_names
 from mindspeed_swap.patches.random_state import MegatronRandomState
-from mindspeed_swap.patches.registry import Patch
+from mindspeed_swap.patches.registry import Patch, in_place_of
 
 
 def _train_step(original: Any) -> Any:
@@ -52,13 +52,10 @@ def _meet_peers() -> None:
     runtime.get().meet_peers(group, entangled=max(sizes) > 1)
 
 
-def _optimizer_step(original: Any) -> Any:
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime.get().enter_optimizer()
-        return original(self, *args, **kwargs)
-
-    return step
+@in_place_of
+def _optimizer_step(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    runtime.get().enter_optimizer()
+    return original(self, *args, **kwargs)
 
 
 PATCHES: list[Patch] = [
