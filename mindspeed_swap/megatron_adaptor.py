@@ -53,6 +53,10 @@ def install() -> None:
 
     _parser.remove()
     _parser.install(arguments.PATCHES)
+    if os.environ.get("MINDSPEED_SWAP_DEVICE") == "sim":
+        from mindspeed_swap.sim import megatron_fixes
+
+        megatron_fixes.apply()
     mindspeed_features.take_over(arguments.add_arguments, arguments.activate)
 
 

@@ -43,7 +43,6 @@ def redirect_cuda() -> None:
         cuda_module,
         distributed,
         factories,
-        megatron_fixes,
         serialization,
         streams,
         tensor_methods,
@@ -52,5 +51,4 @@ def redirect_cuda() -> None:
     device.install()
     for part in (factories, tensor_methods, streams, cuda_memory, cuda_module, serialization, distributed):
         part.redirect()
-    megatron_fixes.apply_when_imported()
     _redirected = True

@@ -1,15 +1,15 @@
 """What stock megatron-core needs to train where there is neither a GPU nor apex nor Transformer Engine.
 
-Each fix belongs to one module of Megatron and is applied right after that module has been imported, whoever imports it.
+Each fix belongs to one module of Megatron. All are attributes that Megatron looks up when it trains, so they may be set
+any time before that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-import importlib.abc
 import importlib.util
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -79,41 +79,8 @@ _FIXES: dict[str, Fix] = {
 }
 
 
-class _FixingLoader(importlib.abc.Loader):
-    """The module's own loader, and the fix after it."""
-
-    def __init__(self, loader: Any, fix: Fix) -> None:
-        self._loader, self._fix = loader, fix
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        self._loader.exec_module(module)
-        self._fix(module)
-
-
-class _FixingFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules with a fix, by asking the finders behind it."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        fix = _FIXES.get(name)
-        if fix is None:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _FixingLoader(spec.loader, fix)
-                return spec
-        return None
-
-
-def apply_when_imported() -> None:
-    """Fix each module when it is imported. Modules imported before this call are fixed now. Call once."""
+@functools.cache
+def apply() -> None:
+    """Once torch.cuda has been redirected: this imports Megatron. Idempotent."""
     for name, fix in _FIXES.items():
-        if name in sys.modules:
-            fix(sys.modules[name])
-    sys.meta_path.insert(0, _FixingFinder())
+        fix(importlib.import_module(name))
