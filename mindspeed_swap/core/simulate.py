@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.lanes import Copy, Placed, Stall, load_index, run_lanes
-from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
 from mindspeed_swap.core.recompute import Chosen, Module, as_they_run, first_reads, modules_of
 from mindspeed_swap.core.trace import Key, Position, SavedRecord, StepTrace
 
@@ -47,6 +47,10 @@ class Outcome:
     def peak(self) -> int:
         return max(self.peak_bytes.values(), default=0)
 
+    @property
+    def prediction(self) -> Prediction:
+        return Prediction(self.peak_bytes, self.step_ms, self.stall_ms, self.recompute_ms, self.host_bytes)
+
 
 def simulate(trace: StepTrace, plan: Plan) -> Outcome:
     """Raises ValueError when the plan is not one for this trace: other model, unknown tensor, size or position."""
@@ -56,6 +60,11 @@ def simulate(trace: StepTrace, plan: Plan) -> Outcome:
     for number, _, _ in placed:
         if number in freed:
             raise ValueError(f"plan swaps and recomputes {tuple(trace.saved[number].key)}")
+    return outcome(trace, placed, modules)
+
+
+def outcome(trace: StepTrace, placed: Sequence[Placed], modules: Sequence[Module]) -> Outcome:
+    """The same of a plan in indices, which is taken to be one for this trace."""
     curve = memory_curve(trace, placed, modules)
     timeline = run_lanes(trace, placed, modules)
     return Outcome(
@@ -111,6 +120,17 @@ def place(trace: StepTrace, plan: Plan) -> list[Placed]:
             raise ValueError(f"{tuple(swap.key)} is released before it is saved, at {tuple(swap.release)}")
         placed.append(Placed(number, index[swap.release], index[swap.prefetch]))
     return placed
+
+
+def plan_of(trace: StepTrace, budget: int, placed: Iterable[Placed], modules: Iterable[Module] = ()) -> Plan:
+    """The other way round: names for indices."""
+    saved, points = trace.saved, trace.points
+    swaps = (
+        Swap(saved[i].key, saved[i].nbytes, points[release].position, points[prefetch].position)
+        for i, release, prefetch in placed
+    )
+    recomputes = (Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in modules)
+    return Plan(trace.model, budget, tuple(swaps), tuple(recomputes))
 
 
 def recomputed(trace: StepTrace, plan: Plan) -> list[Module]:

@@ -7,15 +7,15 @@ a plan with a higher peak.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from mindspeed_swap.core.attempt import Attempt, Corner, corners, tries
-from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
-from mindspeed_swap.core.plan import Plan, Prediction, Recompute, Swap
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
-from mindspeed_swap.core.simulate import host_peak, memory_curve, phase_peaks, plain_step_ms
+from mindspeed_swap.core.simulate import memory_curve, outcome, plain_step_ms, plan_of
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
@@ -142,26 +142,10 @@ class _Solver:
 
     def _plan(self, budget: int, flags: tuple[bool, ...], placed: list[Placed]) -> Plan:
         trace, modules = self.trace, self.stage.scene(flags).modules
-        timeline = run_lanes(trace, placed, modules)
-        prediction = Prediction(
-            phase_peaks(trace, memory_curve(trace, placed, modules)),
-            plain_step_ms(trace) + timeline.extra_ms,
-            timeline.stall_ms,
-            timeline.recompute_ms,
-            host_peak(trace, placed, modules),
-            self._faster_recompute(budget, timeline.extra_ms),
-        )
-        swaps = tuple(
-            Swap(
-                trace.saved[number].key,
-                trace.saved[number].nbytes,
-                trace.points[release].position,
-                trace.points[prefetch].position,
-            )
-            for number, release, prefetch in placed
-        )
-        recomputes = tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in modules)
-        return Plan(trace.model, budget, swaps, recomputes, prediction)
+        prediction = outcome(trace, placed, modules).prediction
+        faster = self._faster_recompute(budget, prediction.step_ms)
+        prediction = replace(prediction, faster_recompute_ms=faster)
+        return replace(plan_of(trace, budget, placed, modules), prediction=prediction)
 
     # -- what cannot be had -------------------------------------------------------------------------------------------
 
@@ -171,12 +155,13 @@ class _Solver:
         sets = [as_they_run(self.trace, full_recompute(modules, chains=chains)) for chains in (True, False)]
         return min(((each, max(memory_curve(self.trace, (), each))) for each in sets), key=lambda found: found[1])
 
-    def _faster_recompute(self, budget: int, extra_ms: float) -> float | None:
-        if self.recomputes or extra_ms <= NEGLIGIBLE_MS:
+    def _faster_recompute(self, budget: int, step_ms: float) -> float | None:
+        plain_ms = plain_step_ms(self.trace)
+        if self.recomputes or step_ms - plain_ms <= NEGLIGIBLE_MS:
             return None
         modules, peak = self._full_recompute()
-        spent = sum(module.record.forward_ms for module in modules)
-        return plain_step_ms(self.trace) + spent if modules and peak <= budget and spent < extra_ms else None
+        took_ms = plain_ms + sum(module.record.forward_ms for module in modules)
+        return took_ms if modules and peak <= budget and took_ms < step_ms else None
 
     def _infeasible(self, budget: int) -> Infeasible:
         bound = self.floor()

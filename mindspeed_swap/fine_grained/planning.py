@@ -6,15 +6,17 @@ What an operator saved first is the operator's: that is what its setting moves. 
 """
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mindspeed_swap.core.plan import Plan, Recompute, Swap
+from mindspeed_swap.core import lanes
+from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import WHOLE_LAYER, Chosen, Module, as_they_run, first_reads, modules_of
-from mindspeed_swap.core.simulate import position_index
+from mindspeed_swap.core.simulate import plan_of
 from mindspeed_swap.core.trace import OUTSIDE, Key, ModuleRecord, SavedRecord, StepTrace, plain_name
-from mindspeed_swap.core.windows import is_candidate
+from mindspeed_swap.core.windows import is_candidate, points_to_act
 from mindspeed_swap.fine_grained.operators import Operators, operators
 from mindspeed_swap.fine_grained.parts import Parts
 from mindspeed_swap.fine_grained.schema import Entry
@@ -26,6 +28,7 @@ from mindspeed_swap.units import format_bytes
 class Placed:
     """A swap as the setting wants it. ``part``: of the layer, that it is set for."""
 
+    number: int  # of the record in the trace
     record: SavedRecord
     entry: Entry
     part: str
@@ -68,13 +71,12 @@ class Planning:
     reasons: list[str] = field(init=False)
     ops: Operators = field(init=False)
     calls: dict[tuple[int, int, int], list[ModuleRecord]] = field(init=False)  # by microbatch, chunk, layer
-    acts: list[bool] = field(init=False)  # by point: the manager acts where a position comes first
+    acts: list[int] = field(init=False)  # points at which the manager acts
     why: dict[tuple[int, str, str], _Why] = field(init=False)  # by layer, part, text
 
     def __post_init__(self) -> None:
         self.ops = operators(self.trace)
-        at = position_index(self.trace)
-        self.acts = [at[point.position] == i for i, point in enumerate(self.trace.points)]
+        self.acts = points_to_act(self.trace)
         self.why = defaultdict(_Why)
         self.calls = defaultdict(list)
         for module in self.trace.modules:
@@ -86,16 +88,8 @@ class Planning:
 
     def _plan(self, again: list[Module]) -> Plan:
         trace = self.trace
-        points = trace.points
-        plan = Plan(
-            trace.model,
-            trace.capacity_bytes,
-            tuple(
-                Swap(p.record.key, p.record.nbytes, points[p.release].position, points[p.prefetch].position)
-                for p in self.placed
-            ),
-            tuple(Recompute(m.record.key, m.freed_bytes, m.record.forward_ms) for m in again),
-        )
+        placed = [lanes.Placed(each.number, each.release, each.prefetch) for each in self.placed]
+        plan = plan_of(trace, trace.capacity_bytes, placed, again)
         chosen = Chosen(again, [True] * len(again))
         # Two that free the same (the output of one, which the other saves) run well, but nobody can say how long.
         return predicted(trace, plan) if all(chosen.flags) else plan
@@ -150,7 +144,7 @@ class Planning:
                 assert read is not None
                 window = self.window(record, read, entry, entry.value)
                 if window is not None:
-                    yield Placed(record, entry, part, read, *window)
+                    yield Placed(number, record, entry, part, read, *window)
                 else:
                     self._too_large(record, read, entry, where)
 
@@ -182,11 +176,8 @@ class Planning:
         # Before ``sole`` somebody else holds it (a layer's input: the caller, until the layer has returned).
         release = max(release, record.sole, record.last_use + 1)
         prefetch = min(prefetch, read - 1)
-        while release < prefetch and not self.acts[release]:
-            release += 1
-        while release < prefetch and not self.acts[prefetch]:
-            prefetch -= 1
-        return (release, prefetch) if release < prefetch else None
+        first, last = bisect_left(self.acts, release), bisect_right(self.acts, prefetch) - 1
+        return (self.acts[first], self.acts[last]) if first < last else None
 
     def _too_large(self, record: SavedRecord, read: int, entry: Entry, where: tuple[int, str]) -> None:
         """Say so, and what would do."""

@@ -6,12 +6,14 @@ is left of it stays, and smaller tensors after it may still go.
 """
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
-from mindspeed_swap.core.plan import Plan, Prediction, Swap
-from mindspeed_swap.core.simulate import position_index, simulate
+from mindspeed_swap.core.lanes import Placed
+from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.simulate import plan_of, simulate
 from mindspeed_swap.core.trace import OUTSIDE, Key, SavedRecord, StepTrace
-from mindspeed_swap.core.windows import Window, is_candidate, windows
+from mindspeed_swap.core.windows import is_candidate, points_to_act, windows
 from mindspeed_swap.smart_swap.policy import Policy
 
 Stage = tuple[int, int, int]
@@ -62,14 +64,13 @@ def eligible(trace: StepTrace, policy: Policy) -> StepTrace:
 def move_all(trace: StepTrace, policy: Policy, budget: int) -> Plan:
     """Every candidate goes: its device memory when the stage after its own has run, and it comes back one stage ahead
     of its use. Where that would not stay under the budget: as early and as late as it can."""
-    placed = _by_stage(trace, policy)
-    plan = _plan(trace, budget, placed)
+    plan = _plan(trace, budget, _by_stage(trace, policy))
     if plan.prediction is not None and max(plan.prediction.peak_bytes.values()) <= budget:
         return plan
-    return _plan(trace, budget, [(window, window.release, window.prefetch) for window, _, _ in placed])
+    return _plan(trace, budget, [Placed(each.record, each.release, each.prefetch) for each in windows(trace)])
 
 
-def _by_stage(trace: StepTrace, policy: Policy) -> list[tuple[Window, int, int]]:
+def _by_stage(trace: StepTrace, policy: Policy) -> list[Placed]:
     of = stages(trace, policy)
     last_saved: dict[Stage, int] = {}
     first_read: dict[Stage, int] = {}
@@ -78,39 +79,25 @@ def _by_stage(trace: StepTrace, policy: Policy) -> list[tuple[Window, int, int]]
         if record.first_read is not None:
             first_read[stage] = min(first_read.get(stage, record.first_read), record.first_read)
     ends, begins = sorted(last_saved.values()), sorted(first_read.values())
-    index = position_index(trace)
-    acts = [index[point.position] == i for i, point in enumerate(trace.points)]
+    acts = points_to_act(trace)
     placed = []
     for window in windows(trace):
         stage = of[window.record]
         release = next((end for end in ends if end > last_saved[stage]), window.release)
         prefetch = next((begin for begin in reversed(begins) if begin < first_read[stage]), window.prefetch)
         prefetch = min(max(prefetch, window.release + 1), window.prefetch)
-        while not acts[prefetch]:
-            prefetch += 1  # window.prefetch acts
+        prefetch = acts[bisect_left(acts, prefetch)]  # window.prefetch is one of them
         release = min(max(release, window.release), prefetch - 1)
-        while not acts[release]:
-            release -= 1  # window.release acts
-        placed.append((window, release, prefetch))
+        release = acts[bisect_right(acts, release) - 1]  # so is window.release
+        placed.append(Placed(window.record, release, prefetch))
     return placed
 
 
-def _plan(trace: StepTrace, budget: int, placed: list[tuple[Window, int, int]]) -> Plan:
-    placed.sort(key=lambda item: (item[2], item[0].read))
-    swaps = tuple(
-        Swap(
-            trace.saved[window.record].key, window.nbytes, trace.points[release].position,
-            trace.points[prefetch].position,
-        )
-        for window, release, prefetch in placed
-    )  # fmt: skip
-    return predicted(trace, Plan(trace.model, budget, swaps))
+def _plan(trace: StepTrace, budget: int, placed: list[Placed]) -> Plan:
+    placed.sort(key=lambda item: (item.prefetch, trace.saved[item.record].first_read))
+    return predicted(trace, plan_of(trace, budget, placed))
 
 
 def predicted(trace: StepTrace, plan: Plan) -> Plan:
     """The plan with what it is simulated to do."""
-    outcome = simulate(trace, plan)
-    prediction = Prediction(
-        outcome.peak_bytes, outcome.step_ms, outcome.stall_ms, outcome.recompute_ms, outcome.host_bytes
-    )
-    return replace(plan, prediction=prediction)
+    return replace(plan, prediction=simulate(trace, plan).prediction)
