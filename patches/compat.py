@@ -1,7 +1,6 @@
 """COMPAT: our flags against Megatron's features. Each cell says: works, not tested, or an error and its remedy.
 
-A row per flag of ours; the features are the columns. ``errors`` and ``untested`` read the table for a run's arguments,
-``markdown`` renders it for the documentation.
+A row per flag of ours; the features are the columns. ``errors`` and ``untested`` read the table for a run's arguments.
 """
 from __future__ import annotations
 
@@ -39,22 +38,17 @@ class Refused:
 Cell = Works | NotTested | Refused
 
 
-def _switch(name: str) -> Callable[[argparse.Namespace], str]:
-    """In use if the argument of that flag is set. A Megatron that does not know it has it off."""
-    attribute = name.lstrip("-").replace("-", "_")
-    return lambda args: name if getattr(args, attribute, None) else ""
+def _switch(*names: str) -> Callable[[argparse.Namespace], str]:
+    """In use if the argument of one of these flags is set. A Megatron that does not know it has it off."""
+
+    def in_use(args: argparse.Namespace) -> str:
+        return next((name for name in names if getattr(args, name.lstrip("-").replace("-", "_"), None)), "")
+
+    return in_use
 
 
 def is_on(args: argparse.Namespace, flag: str) -> bool:
     return bool(_switch(flag)(args))
-
-
-def _mindspeed_memory(args: argparse.Namespace) -> str:
-    own_recompute = ("--adaptive-recompute-device-swap", "--recompute-in-bubble", "--recompute-in-advance")
-    for name in (*own_recompute, "--swap-attention"):
-        if found := _switch(name)(args):
-            return found
-    return ""
 
 
 def _recompute_selective(args: argparse.Namespace) -> str:
@@ -69,9 +63,8 @@ def _recompute_full(args: argparse.Namespace) -> str:
 
 
 def _cuda_graphs(args: argparse.Namespace) -> str:
-    for name in ("--enable-cuda-graph", "--external-cuda-graph"):  # older names
-        if found := _switch(name)(args):
-            return found
+    if older := _switch("--enable-cuda-graph", "--external-cuda-graph")(args):  # its older names
+        return older
     kind = getattr(args, "cuda_graph_impl", None) or "none"
     return "" if kind == "none" else f"--cuda-graph-impl {kind}"
 
@@ -80,13 +73,6 @@ def _low_precision(args: argparse.Namespace) -> str:
     for name, attribute in (("--fp8-format", "fp8"), ("--fp4-format", "fp4")):
         if getattr(args, attribute, None):
             return name
-    return ""
-
-
-def _fsdp(args: argparse.Namespace) -> str:
-    for name in ("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"):  # custom: older name
-        if found := _switch(name)(args):
-            return found
     return ""
 
 
@@ -111,7 +97,8 @@ LAYER_OFFLOAD = Feature("offload of whole layers", _switch("--cpu-offloading-num
 OPTIMIZER_OFFLOAD = Feature("optimizer on the CPU", _switch("--optimizer-cpu-offload"))
 CUDA_GRAPHS = Feature("CUDA graphs", _cuda_graphs)
 COMBINED_1F1B = Feature("overlap of expert communication", _switch("--overlap-moe-expert-parallel-comm"))
-FSDP = Feature("FSDP", _fsdp)
+# custom: older name
+FSDP = Feature("FSDP", _switch("--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"))
 LOW_PRECISION = Feature("fp8, fp4", _low_precision)
 CONTEXT_PARALLEL = Feature("context parallel", _context_parallel)
 TRANSFORMER_ENGINE = Feature("Transformer Engine", _transformer_engine)
@@ -123,7 +110,12 @@ SMART_SWAP = Feature("`--smart-swap`", _switch("--smart-swap"))
 ADAPTIVE = Feature("`--adaptive-memory-optimization`", _switch("--adaptive-memory-optimization"))
 # Of MindSpeed, where that is installed.
 MEMORY_FRAGMENTATION = Feature("MindSpeed: memory fragmentation", _switch("--memory-fragmentation"))
-MINDSPEED_MEMORY = Feature("MindSpeed: swap attention, other recompute", _mindspeed_memory)
+MINDSPEED_MEMORY = Feature(
+    "MindSpeed: swap attention, other recompute",
+    _switch(
+        "--adaptive-recompute-device-swap", "--recompute-in-bubble", "--recompute-in-advance", "--swap-attention"
+    ),
+)
 
 FEATURES = (
     SMART_SWAP, ADAPTIVE,
@@ -225,21 +217,3 @@ def untested(args: argparse.Namespace) -> list[str]:
         for ours, theirs, cell in _cells(args)
         if isinstance(cell, NotTested)
     ]
-
-
-def markdown() -> str:
-    """The table for the documentation: a line per feature, a column per flag of ours."""
-    lines = ["| Megatron | " + " | ".join(f"`{ours}`" for ours in COMPAT) + " |", "|---" * (len(COMPAT) + 1) + "|"]
-    lines += [
-        f"| {feature.title} | " + " | ".join(_text(row.get(feature)) for row in COMPAT.values()) + " |"
-        for feature in FEATURES
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _text(cell: Cell | None) -> str:
-    if cell is None:
-        return "no concern"
-    if isinstance(cell, Works):
-        return f"works: {cell.note}" if cell.note else "works"
-    return f"error: {cell.why}" if isinstance(cell, Refused) else "not tested"

@@ -305,9 +305,22 @@ def aliases(language: int = 0) -> str:
 
 
 def compatibility() -> str:
-    from mindspeed_swap.patches.compat import markdown
+    """A line per feature of Megatron's, a column per flag of ours."""
+    from mindspeed_swap.patches.compat import COMPAT, FEATURES, Refused, Works
 
-    return markdown()
+    def text(cell: Any) -> str:
+        if cell is None:
+            return "no concern"
+        if isinstance(cell, Works):
+            return f"works: {cell.note}" if cell.note else "works"
+        return f"error: {cell.why}" if isinstance(cell, Refused) else "not tested"
+
+    lines = head_of(["Megatron", *(f"`{ours}`" for ours in COMPAT)])
+    lines += [
+        f"| {feature.title} | " + " | ".join(text(row.get(feature)) for row in COMPAT.values()) + " |"
+        for feature in FEATURES
+    ]
+    return "\n".join(lines) + "\n"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -25,6 +25,20 @@ def test_a_change_is_noticed(tmp_path, monkeypatch):
         next(generator().wanted())
 
 
+def test_the_table_of_combinations():
+    from mindspeed_swap.patches.compat import FEATURES
+
+    head, rule, *rows = generator().compatibility().splitlines()
+    flags = "`--smart-swap` | `--adaptive-memory-optimization` | `--swap-config` | `--virtual-optimizer`"
+    assert head == f"| Megatron | {flags} |"
+    assert rule == "|---|---|---|---|---|"
+    assert len(rows) == len(FEATURES)
+    full = next(row for row in rows if row.startswith("| full recompute | "))
+    assert full.startswith("| full recompute | works: the inputs of the recomputed layers are swapped | error: ")
+    assert "| FSDP | not tested | not tested | not tested | error: it owns the optimizer's state |" in rows
+    assert any(row.startswith("| CUDA graphs | error: ") for row in rows)
+
+
 def entries():
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8").partition(_NO_ERRORS)[0]
     return [entry for _, entry in _ENTRY.findall(text)]

@@ -181,18 +181,6 @@ def test_without_a_flag_of_ours_nothing_is_refused():
     arguments.check(argparse.Namespace(smart_swap=False, fine_grained_activation_offloading=True))
 
 
-def test_the_table_for_the_documentation():
-    head, rule, *rows = compat.markdown().splitlines()
-    flags = "`--smart-swap` | `--adaptive-memory-optimization` | `--swap-config` | `--virtual-optimizer`"
-    assert head == f"| Megatron | {flags} |"
-    assert rule == "|---|---|---|---|---|"
-    assert len(rows) == len(FEATURES)
-    full = next(row for row in rows if row.startswith("| full recompute | "))
-    assert full.startswith("| full recompute | works: the inputs of the recomputed layers are swapped | error: ")
-    assert "| FSDP | not tested | not tested | not tested | error: it owns the optimizer's state |" in rows
-    assert any(row.startswith("| CUDA graphs | error: ") for row in rows)
-
-
 @pytest.mark.parametrize("flag", COMPAT)
 def test_arguments_out_of_a_yaml_file_are_refused(flag):
     given = argparse.Namespace(yaml_cfg="model.yaml", **{flag.lstrip("-").replace("-", "_"): "all"})
