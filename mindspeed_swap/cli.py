@@ -6,12 +6,11 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.version import __version__
+from mindspeed_swap.version import __version__, installed
 
 _DISTRIBUTIONS = ("torch", "megatron-core", "torch_npu", "transformer-engine", "numpy")
 _ENVIRONMENT = (
@@ -28,11 +27,7 @@ _ENVIRONMENT = (
 def versions() -> str:
     """What a bug report needs, one ``name value`` line each. Imports none of what it names."""
     lines = {"mindspeed-swap": __version__, "python": f"{platform.python_version()} on {platform.platform()}"}
-    for name in _DISTRIBUTIONS:
-        try:
-            lines[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            lines[name] = "not installed"
+    lines |= {name: installed(name) or "not installed" for name in _DISTRIBUTIONS}
     # NVIDIA's apex is built from source; the "apex" of PyPI is something else, so its version would say nothing.
     lines["apex (multi_tensor kernels)"] = "present" if find_spec("amp_C") else "not installed"
     lines |= {name: os.environ.get(name, "not set") for name in _ENVIRONMENT}

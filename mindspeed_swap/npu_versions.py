@@ -2,10 +2,10 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.version import installed
 
 NEEDED = "Ascend driver 25.0.RC1, CANN 8.1.RC1 and torch_npu (PTA) of the second quarter of 2025, or newer"
 DRIVER = Path("/usr/local/Ascend/driver")
@@ -24,14 +24,8 @@ def found_versions() -> str:
     else:
         cann = f"CANN {_version_in(Path(toolkit), 'version.cfg') or 'of unknown version'} in {toolkit}"
     driver = _version_in(DRIVER, "version.info")
-    return f"{_installed('torch')}, {_installed('torch_npu')}, {cann}, {f'driver {driver}' if driver else 'no driver'}"
-
-
-def _installed(name: str) -> str:
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"no {name}"
+    packages = [f"{name} {found}" if (found := installed(name)) else f"no {name}" for name in ("torch", "torch_npu")]
+    return ", ".join([*packages, cann, f"driver {driver}" if driver else "no driver"])
 
 
 def _version_in(folder: Path, name: str) -> str | None:

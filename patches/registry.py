@@ -10,10 +10,10 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.version import installed
 
 Wrapper = Callable[[Any], Any]
 Patch = tuple[str, Wrapper]
@@ -38,12 +38,11 @@ def in_place_of(function: Callable[..., Any]) -> Wrapper:
 
 def megatron_version() -> str:
     """Of the wheel, or of a checkout on PYTHONPATH."""
-    try:
-        return version("megatron-core")
-    except PackageNotFoundError:
-        from megatron.core import __version__
+    if found := installed("megatron-core"):
+        return found
+    from megatron.core import __version__
 
-        return str(__version__)
+    return str(__version__)
 
 
 def check_version() -> None:

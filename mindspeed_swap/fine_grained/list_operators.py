@@ -1,7 +1,6 @@
 """``mindspeed-swap ops``: every name that a swap configuration can use, by layer, with bytes. Imports no torch."""
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +11,20 @@ from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.names import ALIASES
 from mindspeed_swap.fine_grained.operators import operators
+from mindspeed_swap.report.reader import TRACE_FILE, read_trace, trace_files
 from mindspeed_swap.units import format_bytes
 
-TRACE = "step_trace.json"
 _RECORD = "train some steps with --swap-config FILE --swap-report-dir DIR first"
 
 
 def list_operators(path: str) -> int:
     """Prints a table per layer. ``path``: DIR of --swap-report-dir, or one trace. Raises SettingError."""
     layers: dict[int, list[str]] = {}
-    for file in _files(path):
-        for layer, rows in _tables(_read(file)):
+    files = trace_files(path) if Path(path).exists() else []
+    if not files:
+        raise SettingError(f"{path}: no {TRACE_FILE} there: {_RECORD}")
+    for file in files:
+        for layer, rows in _tables(read_trace(file)):
             layers.setdefault(layer, rows)  # data-parallel ranks have the same
     if not layers:
         raise SettingError(f"{path}: this run did not record the modules of layers: {_RECORD}")
@@ -36,23 +38,6 @@ def list_operators(path: str) -> int:
         "number.\nA swap configuration counts in calls of what has a *: operators."
     )
     return 0
-
-
-def _files(path: str) -> list[Path]:
-    given = Path(path)
-    if given.is_file():
-        return [given]
-    found = sorted(given.glob(f"rank*/{TRACE}"), key=lambda p: (len(p.parent.name), p.parent.name))
-    if not found:
-        raise SettingError(f"{path}: no {TRACE} there: {_RECORD}")
-    return found
-
-
-def _read(file: Path) -> StepTrace:
-    try:
-        return StepTrace.from_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise SettingError(f"{file}: {error}") from None
 
 
 def _tables(trace: StepTrace) -> Iterator[tuple[int, list[str]]]:

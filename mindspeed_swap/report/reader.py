@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 
+TRACE_FILE = "step_trace.json"
 # Of summary.json, with the types that the page relies on. Documented in report/summary.py.
 SUMMARY_VERSION = 3
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -92,6 +94,22 @@ def read(directory: str, run: str | None = None) -> RunFiles:
         ranks = ", ".join(map(str, missing))
         files.problems.append(f"no summary.json of rank {ranks}: {world - len(missing)} of {world} ranks are shown")
     return files
+
+
+def trace_files(path: str) -> list[Path]:
+    """Recorded steps: one for a file; of a ``--swap-report-dir`` one per rank."""
+    root = Path(path)
+    if not root.is_dir():
+        return [root]
+    return sorted(root.glob(f"rank*/{TRACE_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name))
+
+
+def read_trace(file: Path) -> StepTrace:
+    """Raises SettingError."""
+    try:
+        return StepTrace.from_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{file}: {error}") from None
 
 
 def _trace(files: RunFiles, path: Path) -> dict[str, Any] | None:

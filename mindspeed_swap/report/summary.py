@@ -52,7 +52,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -61,9 +60,7 @@ from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.fine_grained.front_end import Listed
 from mindspeed_swap.report.figures import figures
 from mindspeed_swap.smart_swap.search import SmartSwap
-from mindspeed_swap.version import __version__
-
-SUMMARY_VERSION = 3
+from mindspeed_swap.version import __version__, installed
 
 
 def summarize(
@@ -125,13 +122,9 @@ def _smart_swap(search: SmartSwap) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what decides how a step runs."""
-    try:
-        megatron = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        megatron = "not installed"
     return {
         "mindspeed_swap": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "megatron-core": megatron,
+        "megatron-core": installed("megatron-core") or "not installed",
     }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.explain import explain
@@ -16,10 +15,10 @@ from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.report.reader import TRACE_FILE, read_trace, trace_files
 from mindspeed_swap.smart_swap.policy import RESERVE_SHARE
 from mindspeed_swap.units import format_bytes
 
-TRACE_FILE = "step_trace.json"
 POINTS = 8
 CURVES = {"keep|swap": (KEEP_SWAP, "--smart-swap"), "+recompute": (ALL_VERBS, "--adaptive-memory-optimization")}
 
@@ -43,19 +42,12 @@ class Frontier:
 
 def read_traces(path: str) -> list[StepTrace]:
     """One for a file; for a ``--swap-report-dir`` one per rank."""
-    root = Path(path)
-    if root.is_dir():
-        files = sorted(root.glob(f"rank*/{TRACE_FILE}"), key=lambda file: (len(file.parent.name), file.parent.name))
-        if not files:
-            raise SettingError(f"{path}: no rank<N>/{TRACE_FILE} in it; give the folder that --swap-report-dir named")
-    else:
-        files = [root]
-    traces = []
+    files = trace_files(path)
+    if not files:
+        raise SettingError(f"{path}: no rank<N>/{TRACE_FILE} in it; give the folder that --swap-report-dir named")
+    traces: list[StepTrace] = []
     for file in files:
-        try:
-            traces.append(StepTrace.from_json(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise SettingError(f"{file}: {error}") from None
+        traces.append(read_trace(file))
         if not traces[-1].points:
             raise SettingError(f"{file}: the trace has no points: nothing was recorded")
         if other := first_difference(traces[-1].model, traces[0].model, str(files[0])):

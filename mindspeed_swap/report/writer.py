@@ -16,7 +16,8 @@ from mindspeed_swap.core.step import ExecutedStep
 from mindspeed_swap.files import replace_file
 from mindspeed_swap.log import Once, say
 from mindspeed_swap.report.chrome import chrome_trace
-from mindspeed_swap.report.summary import SUMMARY_VERSION, summarize
+from mindspeed_swap.report.reader import SUMMARY_VERSION, TRACE_FILE
+from mindspeed_swap.report.summary import summarize
 from mindspeed_swap.smart_swap.search import SmartSwap
 
 _RUN_ID_KEY = "mindspeed_swap/run_id"
@@ -49,7 +50,7 @@ class ReportWriter:
         if step is not None and step is not self._written:
             self._written = step
             self._write("trace.json", json.dumps(chrome_trace(step, self._rank, self._run_id)))
-            self._write("step_trace.json", step.trace.to_json())  # for ``mindspeed-swap what-if``
+            self._write(TRACE_FILE, step.trace.to_json())  # for ``mindspeed-swap what-if``
 
     def _write(self, name: str, text: str) -> None:
         try:

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.report.reader import read
-from mindspeed_swap.report.summary import SUMMARY_VERSION
+from mindspeed_swap.report.reader import SUMMARY_VERSION, read
 
 
 def test_what_was_written_can_be_read(write_run):
