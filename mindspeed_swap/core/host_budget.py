@@ -24,7 +24,6 @@ ReadFile = Callable[[str], "str | None"]
 @dataclass(frozen=True, slots=True)
 class Budget:
     per_rank_bytes: int
-    node_bytes: int  # what the node, or the container we run in, has in all
     line: str  # for the log
 
 
@@ -113,7 +112,7 @@ def host_budget(
         f"host memory: {ranks_on_node} rank{'s' if ranks_on_node != 1 else ''} x {_text(per_rank)} = "
         f"{_text(per_rank * ranks_on_node)} of {_text(total)}"
     )
-    return Budget(per_rank, total, line)
+    return Budget(per_rank, line)
 
 
 def _text(nbytes: int) -> str:

@@ -55,7 +55,6 @@ class Infeasible(ValueError):
     def __init__(self, floor: Floor, message: str) -> None:
         super().__init__(message)
         self.floor = floor
-        self.phase = floor.phase
 
 
 def floor(trace: StepTrace, verbs: Collection[str] = KEEP_SWAP, host_budget_bytes: int | None = None) -> Floor:

@@ -14,7 +14,7 @@ eviction did while it was recorded, and a plan's peak in that interval is ``base
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -263,11 +263,3 @@ class StepTrace:
                 if key not in known:
                     raise ValueError(f"damaged trace: modules[{i}]: {tuple(key)} was never saved")
         return trace
-
-    def phases(self) -> Iterator[tuple[str, int]]:
-        """(phase, peak bytes) for each phase, as measured."""
-        peaks: dict[str, int] = {}
-        for point in self.points:
-            phase = point.position.phase
-            peaks[phase] = max(peaks.get(phase, 0), point.peak_bytes)
-        yield from peaks.items()

@@ -37,16 +37,6 @@ class Placed:
     prefetch: int
 
 
-def layer_names(trace: StepTrace) -> dict[int, list[str]]:
-    """Layer, from 0 -> names of the modules in it, in the order of their calls."""
-    found: dict[int, dict[str, int]] = {}
-    for module in trace.modules:
-        names = found.setdefault(module.key.layer - 1, {})
-        if (name := plain_name(module.key)) != WHOLE_LAYER:
-            names[name] = min(names.get(name, module.begin), module.begin)
-    return {layer: sorted(names, key=lambda n: (names[n], n)) for layer, names in sorted(found.items())}
-
-
 def _inside(record: SavedRecord, calls: list[ModuleRecord]) -> list[ModuleRecord]:
     """Those in which it was saved first."""
     return [call for call in calls if call.begin < record.saved < call.end]

@@ -117,7 +117,7 @@ def test_both_ends_are_exact(trace: StepTrace) -> None:
         assert solve(trace, keep - 1).swaps
     with pytest.raises(Infeasible, match="infeasible: the floor is .*, reached in phase [FBO]") as caught:
         solve(trace, least - 1)
-    assert caught.value.phase in "FBO" and caught.value.floor.reachable_bytes == least
+    assert caught.value.floor.phase in "FBO" and caught.value.floor.reachable_bytes == least
 
 
 def test_case_34_zero_byte_plan_is_an_error() -> None:

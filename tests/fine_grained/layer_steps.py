@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from traces import MIB, _Recorder
 
+from mindspeed_swap.core.recompute import WHOLE_LAYER
 from mindspeed_swap.core.trace import (
     BACKWARD,
     ENTER,
@@ -17,6 +18,7 @@ from mindspeed_swap.core.trace import (
     ModuleRecord,
     Position,
     StepTrace,
+    plain_name,
 )
 
 MODULE_BORDER = -2
@@ -150,3 +152,12 @@ class _Forward:
         self.rec.by_save[Position(FORWARD, *key)] = key
         return key
 
+
+def layer_names(trace: StepTrace) -> dict[int, list[str]]:
+    """Layer, from 0 -> names of the modules in it, in the order of their calls."""
+    found: dict[int, dict[str, int]] = {}
+    for module in trace.modules:
+        names = found.setdefault(module.key.layer - 1, {})
+        if (name := plain_name(module.key)) != WHOLE_LAYER:
+            names[name] = min(names.get(name, module.begin), module.begin)
+    return {layer: sorted(names, key=lambda n: (names[n], n)) for layer, names in sorted(found.items())}

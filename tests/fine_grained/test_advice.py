@@ -6,13 +6,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-from layer_steps import Step
+from layer_steps import Step, layer_names
 
 from mindspeed_swap.cli import main
 from mindspeed_swap.core.trace import CopyRecord, StepTrace
 from mindspeed_swap.fine_grained.advice import advice
 from mindspeed_swap.fine_grained.parts import Parts
-from mindspeed_swap.fine_grained.planning import Planning, layer_names
+from mindspeed_swap.fine_grained.planning import Planning
 from mindspeed_swap.fine_grained.schema import read_swap_config
 
 LAYERS = tuple(range(8))

@@ -7,12 +7,12 @@ import tempfile
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layer_steps import Step
+from layer_steps import Step, layer_names
 
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.front_end import FineGrained
 from mindspeed_swap.fine_grained.parts import WHOLE
-from mindspeed_swap.fine_grained.planning import Planning, layer_names
+from mindspeed_swap.fine_grained.planning import Planning
 from mindspeed_swap.fine_grained.schema import read_swap_config
 from mindspeed_swap.fine_grained.setlines import set_lines
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from layer_steps import OPERATORS, Step
+from layer_steps import OPERATORS, Step, layer_names
 from traces import MIB
 
 from mindspeed_swap.core.trace import BACKWARD, FORWARD, StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.fine_grained.operators import leaves, operators
 from mindspeed_swap.fine_grained.parts import WHOLE, Parts
-from mindspeed_swap.fine_grained.planning import Planning, layer_names
+from mindspeed_swap.fine_grained.planning import Planning
 from mindspeed_swap.fine_grained.schema import read_swap_config
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from cases import CASES, CONFIGS, EXPECTED, GREPS
+from layer_steps import layer_names
 from layout_runs import Run, Trainer, prepare_text
 from layouts import LAYOUTS
 
 from mindspeed_swap.core.trace import StepTrace
-from mindspeed_swap.fine_grained.planning import layer_names
 
 pytest.importorskip("megatron.training")
 

@@ -5,11 +5,11 @@ import subprocess
 
 import pytest
 from cases import CASES, CONFIGS, EXPECTED, GREPS
-from layer_steps import Step
+from layer_steps import Step, layer_names
 
 from mindspeed_swap.fine_grained.front_end import FineGrained
 from mindspeed_swap.fine_grained.parts import Parts
-from mindspeed_swap.fine_grained.planning import Planning, layer_names
+from mindspeed_swap.fine_grained.planning import Planning
 from mindspeed_swap.fine_grained.schema import read_swap_config
 from mindspeed_swap.fine_grained.setlines import set_lines, write_log
 
