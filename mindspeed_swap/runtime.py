@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from mindspeed_swap import hooks, termination
-from mindspeed_swap.core.accelerator import HOOK_VARIABLE, get_accelerator, prepare_device
+from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
+from mindspeed_swap.core.accelerator.watch import may_hook
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link, warn_if_slow
@@ -84,7 +85,7 @@ class Runtime:
     def _prepare_plans(self) -> None:
         self.manager = SwapManager(self._accelerator, self.pool)
         hooks.connect(self.manager)
-        self._guard = OomGuard(self.manager, hook=_may_hook())
+        self._guard = OomGuard(self.manager, hook=may_hook())
         link = probe_link(self._accelerator, self.pool)
         if link is not None:
             warn_if_slow(link, self._accelerator.link_limit_bytes_per_ms())
@@ -267,7 +268,7 @@ class Runtime:
             self._guard.spare = overlap.give_up
             told = not self._guard.ahead
         else:
-            told = _may_hook() and self._accelerator.on_pressure(lambda nbytes, attempt: overlap.give_up() > 0)
+            told = may_hook() and self._accelerator.on_pressure(lambda nbytes, attempt: overlap.give_up() > 0)
         self._overlap = overlap if told else None
 
     # ---- the rest
@@ -314,10 +315,6 @@ class Runtime:
             self.manager.close()
         self.pool.close()
         self._accelerator.close()
-
-
-def _may_hook() -> bool:
-    return os.environ.get(HOOK_VARIABLE, "1") != "0"
 
 
 _options: Options | None = None

@@ -14,11 +14,11 @@ from mindspeed_swap.core.accelerator.base import (
     Interval,
     Stream,
 )
+from mindspeed_swap.core.accelerator.watch import may_hook
 from mindspeed_swap.errors import SettingError
 
 DEVICE_VARIABLE = "MINDSPEED_SWAP_DEVICE"
 CAPACITY_VARIABLE = "MINDSPEED_SWAP_DEVICE_CAPACITY"
-HOOK_VARIABLE = "MINDSPEED_SWAP_OOM_HOOK"
 DEVICES = ("auto", "cuda", "npu", "sim")
 
 __all__ = [  # fmt: skip
@@ -38,9 +38,7 @@ def prepare_device(asked_by: str) -> None:
     """Check and set what must be right before the device is first used. Creates no context; the device may be chosen
     later. ``asked_by`` names the flags, for messages. Raises SettingError."""
     choice = device_choice()
-    hook = os.environ.get(HOOK_VARIABLE, "1")
-    if hook not in ("0", "1"):
-        raise SettingError(f"{HOOK_VARIABLE}={hook!r}: expected 1 (use the allocator hook if it works) or 0 (do not)")
+    may_hook()
     if choice == "auto":
         choice = _present_device()
     # Megatron's own check would come first otherwise, and it only says that Megatron requires CUDA.

@@ -25,20 +25,26 @@ class Watch(Protocol):
     def uninstall(self) -> Any: ...
 
 
+def may_hook() -> bool:
+    """What the environment says. Raises SettingError."""
+    setting = os.environ.get(OOM_HOOK, "1")
+    if setting not in ("0", "1"):
+        raise SettingError(f"{OOM_HOOK}={setting!r}: expected 1 (use the allocator hook if it works) or 0 (do not)")
+    return setting == "1"
+
+
 def watch_allocator(module: Any, place: str, index: int, build: Callable[[], Any]) -> tuple[Watch, bool]:
     """The best there is, and whether it retries allocations. Says in one line what was chosen and why.
 
     ``module``: torch.cuda or torch.npu; ``build`` loads the extension for it; ``place`` is for messages.
     """
-    setting = os.environ.get(OOM_HOOK, "1")
-    if setting not in ("0", "1"):
-        raise SettingError(f"{OOM_HOOK}={setting!r}: expected 1 (use the allocator hook if it works) or 0 (do not)")
+    hook = may_hook()
     try:
         guard = build()
     except (SettingError, RuntimeError, OSError, ImportError) as error:
         return _statistics(module, place, index, str(error).strip().splitlines()[-1], every_rank=True)
     reason = f"{OOM_HOOK}=0"
-    if setting == "1":
+    if hook:
         try:
             guard.install(index)
             guard.self_test(REFUSED_BYTES)
@@ -51,9 +57,9 @@ def watch_allocator(module: Any, place: str, index: int, build: Callable[[], Any
     try:
         guard.track(index)
     except RuntimeError:  # this allocator has no trace to follow
-        return _statistics(module, place, index, reason, every_rank=setting == "1")
+        return _statistics(module, place, index, reason, every_rank=hook)
     consequence = "no allocator hook, evicting ahead; interval peaks from the allocator's trace"
-    say(f"{place}: {consequence} ({reason})", every_rank=setting == "1")
+    say(f"{place}: {consequence} ({reason})", every_rank=hook)
     return guard, False
 
 
