@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap.sim import device as sim_device
+from mindspeed_swap.sim.device import max_memory_allocated, memory_allocated, reset_peak
 from mindspeed_swap.sim.patching import constant, replace
 
 _STATISTICS = ("allocation", "segment", "active", "inactive_split")
@@ -21,26 +22,14 @@ _STAT_KEYS = _EVENTS + tuple(
 )
 
 
-def _allocated(device: Any = None) -> int:
-    return sim_device.memory_allocated()
-
-
-def _max_allocated(device: Any = None) -> int:
-    return sim_device.max_memory_allocated()
-
-
-def _reset_peak(device: Any = None) -> None:
-    sim_device.reset_peak()
-
-
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     total = sim_device.capacity()
-    return max(0, total - _allocated()), total
+    return max(0, total - memory_allocated()), total
 
 
 def _memory_stats(device: Any = None) -> OrderedDict[str, int]:
     """The keys of a CUDA build. No block is cached or rounded, so reserved, active and requested equal allocated."""
-    now, peak = _allocated(), _max_allocated()
+    now, peak = memory_allocated(), max_memory_allocated()
     stats = dict.fromkeys(_STAT_KEYS, 0)
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
         for pool in ("all", "large_pool"):
@@ -50,24 +39,27 @@ def _memory_stats(device: Any = None) -> OrderedDict[str, int]:
 
 
 def _memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    return f"simulated device: {_allocated()} bytes allocated, at most {_max_allocated()}, of {sim_device.capacity()}"
+    now, peak = memory_allocated(), max_memory_allocated()
+    return f"simulated device: {now} bytes allocated, at most {peak}, of {sim_device.capacity()}"
 
 
 def redirect() -> None:
     """Patch torch.cuda's and torch.accelerator's figures, and the recording of their history, which there is not."""
-    functions: dict[str, Any] = {
-        "memory_allocated": _allocated,
-        "max_memory_allocated": _max_allocated,
-        "memory_reserved": _allocated,
-        "max_memory_reserved": _max_allocated,
-        "memory_cached": _allocated,
-        "max_memory_cached": _max_allocated,
-        "device_memory_used": _allocated,
-        "reset_peak_memory_stats": _reset_peak,
-        "reset_max_memory_allocated": _reset_peak,
-        "reset_max_memory_cached": _reset_peak,
-        "mem_get_info": mem_get_info,
+    both: dict[str, Any] = {
+        "memory_allocated": memory_allocated,
+        "max_memory_allocated": max_memory_allocated,
+        "memory_reserved": memory_allocated,
+        "max_memory_reserved": max_memory_allocated,
         "memory_stats": _memory_stats,
+        "reset_peak_memory_stats": reset_peak,
+    }
+    functions: dict[str, Any] = {
+        "memory_cached": memory_allocated,
+        "max_memory_cached": max_memory_allocated,
+        "device_memory_used": memory_allocated,
+        "reset_max_memory_allocated": reset_peak,
+        "reset_max_memory_cached": reset_peak,
+        "mem_get_info": mem_get_info,
         "memory_summary": _memory_summary,
         "memory_snapshot": lambda *args, **kwargs: [],
         "get_per_process_memory_fraction": constant(1.0),
@@ -75,23 +67,13 @@ def redirect() -> None:
         "host_memory_stats": lambda: OrderedDict(),
     }
     for holder in (torch.cuda, torch.cuda.memory):
-        replace(holder, **functions)
+        replace(holder, **both, **functions)
     replace(
         torch.cuda.memory,
         _record_memory_history=constant(None),
         _snapshot=lambda *args, **kwargs: {"segments": [], "device_traces": []},
         _dump_snapshot=constant(None),
     )
-    neutral: dict[str, Any] = {
-        "empty_cache": constant(None),
-        "memory_stats": _memory_stats,
-        "memory_allocated": _allocated,
-        "max_memory_allocated": _max_allocated,
-        "memory_reserved": _allocated,
-        "max_memory_reserved": _max_allocated,
-        "reset_accumulated_memory_stats": constant(None),
-        "reset_peak_memory_stats": _reset_peak,
-        "get_memory_info": mem_get_info,
-    }
+    nothing = {"empty_cache": constant(None), "reset_accumulated_memory_stats": constant(None)}
     for holder in (torch.accelerator, torch.accelerator.memory):
-        replace(holder, **neutral)
+        replace(holder, **both, **nothing, get_memory_info=mem_get_info)

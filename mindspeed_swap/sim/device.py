@@ -100,16 +100,16 @@ def _is_mapped(tensor: torch.Tensor) -> bool:
         return False
 
 
-# ---- figures, in bytes
-def memory_allocated() -> int:
+# ---- figures, in bytes. (``device``: as torch.cuda's functions of these names have it; there is one.)
+def memory_allocated(device: object = None) -> int:
     return extension().allocated()
 
 
-def max_memory_allocated() -> int:
+def max_memory_allocated(device: object = None) -> int:
     return extension().peak()
 
 
-def reset_peak() -> None:
+def reset_peak(device: object = None) -> None:
     extension().reset_peak()
 
 
