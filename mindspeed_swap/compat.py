@@ -6,7 +6,9 @@ not find it by default. Where MindSpeed is installed, its module gets our functi
 """
 from __future__ import annotations
 
+import contextlib
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -18,7 +20,8 @@ _PATH = "mindspeed.core.memory.adaptive_memory.adaptive_memory_function"
 def install() -> None:
     """Idempotent."""
     if _mindspeed_is_installed():
-        replace_in_mindspeed()
+        with contextlib.suppress(ImportError):
+            vars(import_module(_PATH))["adapt_mem_func_wrapper"] = adapt_mem_func_wrapper
         return
     parts = _PATH.split(".")
     for count in range(1, len(parts) + 1):
@@ -29,16 +32,6 @@ def install() -> None:
             if count > 1:
                 setattr(sys.modules[".".join(parts[: count - 1])], parts[count - 1], module)
     vars(sys.modules[_PATH])["adapt_mem_func_wrapper"] = adapt_mem_func_wrapper
-
-
-def replace_in_mindspeed() -> bool:
-    """Ours in the place of MindSpeed's function, if that module can be imported. False if it is not there."""
-    try:
-        module = __import__(_PATH, fromlist=["adapt_mem_func_wrapper"])
-    except ImportError:
-        return False
-    vars(module)["adapt_mem_func_wrapper"] = adapt_mem_func_wrapper
-    return True
 
 
 def _mindspeed_is_installed() -> bool:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Stream
+from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.log import say
 from mindspeed_swap.units import MIB
 
@@ -26,13 +26,6 @@ SHORTEST_MS = 1e-4  # below the resolution of any event: no division by zero
 COPY_OVERHEAD_MS = 0.005  # of one copy: 256 KiB run at 29 GB/s where large copies run at 55
 WARN_BELOW = 0.6  # of what the link can do; a healthy PCIe link gives 0.85
 GBPS = 1e6  # bytes per ms
-
-
-class HostMemory(Protocol):
-    """What is needed of the host pool. A block has ``tensor`` (flat uint8) and ``pending`` (events)."""
-
-    def alloc(self, nbytes: int) -> Any: ...
-    def free(self, block: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +44,7 @@ class Link:
         )
 
 
-def probe_link(accelerator: Accelerator, pool: HostMemory) -> Link | None:
+def probe_link(accelerator: Accelerator, pool: HostPool) -> Link | None:
     """Measures the link with copies of up to 32 MiB; takes two such buffers on each side, given back at the end.
 
     Blocks the host for less than 0.2 s. None, with one line said, if there is no memory for the smallest probe.
@@ -96,7 +89,7 @@ class _Probe:
     def __init__(
         self,
         accelerator: Accelerator,
-        pool: HostMemory,
+        pool: HostPool,
         nbytes: int,
         streams: tuple[Stream, Stream],
         stack: ExitStack,

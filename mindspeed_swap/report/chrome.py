@@ -67,10 +67,11 @@ def _compute(trace: StepTrace) -> Iterator[Event]:
     positions = [point.position for point in trace.points]
     # Between point i - 1 and point i: times[i] to times[i + 1].
     running = [_runs_after(before, after) for before, after in zip([None, *positions], [*positions, None], strict=True)]
-    for lane, key_of in ((MICROBATCHES, _by_microbatch), (LAYERS, _by_layer)):
+    for lane, fields in ((MICROBATCHES, 3), (LAYERS, 4)):  # of a Position
+        keys = [position and position[:fields] for position in running]
         start = 0
         for i in range(1, len(running) + 1):
-            if i < len(running) and key_of(running[i]) == key_of(running[start]):
+            if i < len(running) and keys[i] == keys[start]:
                 continue
             position = running[start]
             if position is not None and times[i] > times[start]:
@@ -87,14 +88,6 @@ def _runs_after(before: Position | None, after: Position | None) -> Position | N
     if before.phase == FORWARD and before.ordinal == EXIT:
         return before._replace(layer=OUTSIDE) if before.layer != OUTSIDE else after
     return before
-
-
-def _by_microbatch(position: Position | None) -> Any:
-    return position and position[:3]
-
-
-def _by_layer(position: Position | None) -> Any:
-    return position and position[:4]
 
 
 def _compute_span(lane: int, position: Position, start_ms: float, end_ms: float) -> Event:
