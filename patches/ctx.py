@@ -5,13 +5,13 @@ from typing import Any
 
 
 class CtxProxy:
-    """Passes everything on to the ctx, both ways. Subclasses change single names."""
+    """Passes everything on to the ctx, both ways; only what is read by the names of ``instead`` is that."""
 
-    def __init__(self, ctx: Any) -> None:
-        object.__setattr__(self, "_ctx", ctx)
+    def __init__(self, ctx: Any, **instead: Any) -> None:
+        vars(self).update(instead, _ctx=ctx)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_ctx"), name)
+        return getattr(vars(self)["_ctx"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._ctx, name, value)
+        setattr(vars(self)["_ctx"], name, value)

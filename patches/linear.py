@@ -14,15 +14,6 @@ from mindspeed_swap.patches.registry import Patch, in_place_of
 _WEIGHT = "_mindspeed_swap_weight"
 
 
-class _WithWeight(CtxProxy):
-    """ctx as backward sees it: ``saved_tensors`` has the Parameter in place of its double."""
-
-    @property
-    def saved_tensors(self) -> tuple[Any, ...]:
-        saved_input, _, *rest = self._ctx.saved_tensors
-        return (saved_input, getattr(self._ctx, _WEIGHT), *rest)
-
-
 @in_place_of
 def _forward(original: Any, ctx: Any, input: Any, weight: Any, *args: Any) -> Any:
     setattr(ctx, _WEIGHT, weight)
@@ -31,7 +22,8 @@ def _forward(original: Any, ctx: Any, input: Any, weight: Any, *args: Any) -> An
 
 @in_place_of
 def _backward(original: Any, ctx: Any, *grads: Any) -> Any:
-    return original(_WithWeight(ctx), *grads)
+    saved_input, _, *rest = ctx.saved_tensors
+    return original(CtxProxy(ctx, saved_tensors=(saved_input, getattr(ctx, _WEIGHT), *rest)), *grads)
 
 
 _LINEAR = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication"

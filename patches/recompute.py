@@ -59,18 +59,6 @@ def _mend_fp8(checkpoint: Any) -> None:
         )
 
 
-class _SavesInputs(CtxProxy):
-    """ctx as forward sees it: saves the inputs themselves in place of their detached doubles."""
-
-    def __init__(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
-        super().__init__(ctx)
-        object.__setattr__(self, "_inputs", inputs)
-
-    def save_for_backward(self, *detached: Any) -> None:
-        del detached
-        self._ctx.save_for_backward(*self._inputs)
-
-
 @in_place_of
 def _save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *args: Any) -> Any:
     if not _detaches_what_it_reads():
@@ -78,7 +66,9 @@ def _save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *a
             "--recompute-modules layernorm, moe_act and mla_up_proj of this Megatron lose gradients while saved "
             "tensors are swapped: use megatron-core 0.16 or newer, or leave these modules out"
         )
-    outputs = original(_SavesInputs(ctx, args), run_function, checkpoint, *args)
+    # It saves the inputs themselves in place of their detached doubles.
+    stand_in = CtxProxy(ctx, save_for_backward=lambda *detached: ctx.save_for_backward(*args))
+    outputs = original(stand_in, run_function, checkpoint, *args)
     checkpoint.ctx = ctx  # it has kept the stand-in
     return outputs
 
