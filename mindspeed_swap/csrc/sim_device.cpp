@@ -336,12 +336,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::gil_scoped_release no_gil;
     engine().shutdown(final);
   }, py::arg("final") = false);
-  m.def("bench", [](size_t n, int rounds) {  // ns per allocation and free, the first byte touched
-    auto start = sim::Clock::now();
-    for (int i = 0; i < rounds; i++) {
-      auto block = c10::GetCPUAllocator()->allocate(n);
-      *(volatile char*)block.get() = 1;
-    }
-    return std::chrono::duration<double, std::nano>(sim::Clock::now() - start).count() / rounds;
-  });
 }
