@@ -56,13 +56,13 @@ def probe_link(accelerator: Accelerator, pool: HostPool) -> Link | None:
             trial = _Probe(accelerator, pool, nbytes, streams, stack)
             trial.to_host(1)  # the first copy of a stream pays for setting it up
             nbytes = min(COPY_BYTES, max(MIN_COPY_BYTES, int(trial.to_host(1) * ROUND_LIMIT_MS / COPIES)))
-    except (torch.OutOfMemoryError, _NoHostMemory):
+    except (torch.OutOfMemoryError, MemoryError):
         nbytes = MIN_COPY_BYTES
     while nbytes >= MIN_COPY_BYTES:
         try:
             with ExitStack() as stack:
                 return _Probe(accelerator, pool, nbytes, streams, stack).measure()
-        except (torch.OutOfMemoryError, _NoHostMemory):
+        except (torch.OutOfMemoryError, MemoryError):
             nbytes //= 4
     say("the link to host memory was not measured: no memory for a probe", every_rank=True)
     return None
@@ -79,10 +79,6 @@ def warn_if_slow(link: Link, limit_bytes_per_ms: float | None) -> None:
         )
 
 
-class _NoHostMemory(Exception):
-    pass
-
-
 class _Probe:
     """One pair of buffers and one stream per direction, so that both can run at once."""
 
@@ -94,7 +90,7 @@ class _Probe:
         streams: tuple[Stream, Stream],
         stack: ExitStack,
     ) -> None:
-        """Raises torch.OutOfMemoryError or _NoHostMemory. ``stack`` gives the host memory back."""
+        """Raises torch.OutOfMemoryError or MemoryError. ``stack`` gives the host memory back."""
         self._accelerator = accelerator
         self._nbytes = nbytes
         self._streams = streams
@@ -102,7 +98,7 @@ class _Probe:
         for _ in streams:
             block = pool.alloc(nbytes)
             if block is None:
-                raise _NoHostMemory
+                raise MemoryError
             stack.callback(pool.free, block)
             for event in block.pending:
                 accelerator.synchronize(event)

@@ -5,6 +5,7 @@ A file per rank in a folder per key. Pure; imports no torch.
 """
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -36,15 +37,10 @@ class PlanCache:
         """Plans by shape, and the digests of those that did not fit. What cannot be read is not there."""
         plans: dict[Shape, Plan] = {}
         failed: set[str] = set()
-        if self._plans.exists():
-            try:
-                plans = load_plans(self._plans, self._rank, model)
-            except SettingError:
-                plans = {}  # of another release, or damaged: it is written anew
-        try:
+        with contextlib.suppress(SettingError):  # not there, of another release, or damaged: it is written anew
+            plans = load_plans(self._plans, self._rank, model)
+        with contextlib.suppress(OSError, ValueError, TypeError):
             failed = {text for text in json.loads(self._failed.read_text()) if isinstance(text, str)}
-        except (OSError, ValueError, TypeError):
-            failed = set()
         return plans, failed
 
     def save(self, plans: Mapping[Shape, Plan], failed: set[str]) -> None:

@@ -14,13 +14,7 @@ import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator
 from mindspeed_swap.core.host_pool import ALIGNMENT, HostBlock, HostPool
-from mindspeed_swap.virtual_optimizer.state import (
-    MASTER,
-    complete_state,
-    moment_dtype,
-    moment_keys,
-    shaped_like,
-)
+from mindspeed_swap.virtual_optimizer.state import MASTER, complete_state, moment_dtype, moment_keys, shaped_like
 from mindspeed_swap.virtual_optimizer.swap_tensor import mark_swap_tensor
 
 Optimizer = torch.optim.Optimizer

@@ -19,13 +19,7 @@ from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.units import GIB, enough_gib, format_bytes
 from mindspeed_swap.virtual_optimizer.amount import FLAG, VirtualOptions
-from mindspeed_swap.virtual_optimizer.arena import (
-    Arena,
-    Unit,
-    arena_bytes,
-    choose,
-    moment_bytes,
-)
+from mindspeed_swap.virtual_optimizer.arena import Arena, Unit, arena_bytes, choose, moment_bytes
 from mindspeed_swap.virtual_optimizer.overlap import Overlap
 from mindspeed_swap.virtual_optimizer.state import MASTER, is_adam, own_steps
 from mindspeed_swap.virtual_optimizer.streamed import Streamed

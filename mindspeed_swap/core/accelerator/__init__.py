@@ -7,13 +7,7 @@ from functools import cache
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import (
-    Accelerator,
-    DeviceMemory,
-    Event,
-    Interval,
-    Stream,
-)
+from mindspeed_swap.core.accelerator.base import Accelerator, DeviceMemory, Event, Interval, Stream
 from mindspeed_swap.core.accelerator.watch import may_hook
 from mindspeed_swap.errors import SettingError
 

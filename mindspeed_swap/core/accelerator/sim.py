@@ -10,15 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_swap.core.accelerator.base import (
-    Accelerator,
-    Bytes,
-    DeviceMemory,
-    Event,
-    Interval,
-    Stream,
-    flat,
-)
+from mindspeed_swap.core.accelerator.base import Accelerator, Bytes, DeviceMemory, Event, Interval, Stream, flat
 from mindspeed_swap.sim import device
 
 # torch.empty itself may have been redirected, see mindspeed_swap.sim; this is what it was.
