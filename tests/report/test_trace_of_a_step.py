@@ -108,7 +108,7 @@ def test_a_slow_link_shows_as_stalls(sim):
     manager = new_manager(sim)
     plan = recorded_plan(body, leaves, manager)
     run_step(body, leaves, manager, plan)
-    device.set_link(0.005, 0.005)  # whatever compute takes on a busy machine
+    device.set_link(0.001, 0.001)  # whatever compute takes on a busy machine
     step = executed(body, leaves, manager, plan)
     stalls = events(step, lane=STALLS)
     assert sum(e["dur"] for e in stalls) == pytest.approx(1e3 * step.trace.stall_ms, rel=0.05)
