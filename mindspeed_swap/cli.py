@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mindspeed_swap.errors import SettingError
+from mindspeed_swap.units import gib_argument
 from mindspeed_swap.version import __version__, installed
 
 _DISTRIBUTIONS = ("torch", "megatron-core", "torch_npu", "transformer-engine", "numpy")
@@ -59,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     what_if.add_argument("path", metavar="DIR|TRACE", help="what --swap-report-dir named, or a step_trace.json")
     budgets = "peaks to plan for, such as 30GiB; one: says all that its plan does"
     what_if.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help=budgets)
-    what_if.add_argument("--host-memory", type=float, metavar="GB", help="limit of host memory, as --swap-host-memory")
+    limit = "limit of host memory, as --swap-host-memory"
+    what_if.add_argument("--host-memory", type=gib_argument, metavar="GB", help=limit)
     what_if.add_argument("--picture", metavar="FILE", help="draw it too (needs matplotlib: mindspeed-swap[report])")
     what_if.set_defaults(run=_what_if)
     ops = commands.add_parser("ops", help="the names that a file for --swap-config can use, by layer, with bytes")

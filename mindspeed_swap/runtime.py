@@ -18,7 +18,7 @@ import torch
 from mindspeed_swap import hooks, termination
 from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
-from mindspeed_swap.core.accelerator.watch import may_hook
+from mindspeed_swap.core.accelerator.watch import OOM_HOOK, may_hook
 from mindspeed_swap.core.host_budget import host_budget
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link, warn_if_slow
@@ -280,6 +280,9 @@ class Runtime:
         text = f"{feature}: out of memory in step {search.steps + 1}, {pushed} pushed out; "
         if stats.host_full:
             return text + f"host memory ({format_bytes(self.pool.budget_bytes)}) is used up: raise --swap-host-memory"
+        if self._guard.ahead:
+            text += f"without the allocator's hook (unset {OOM_HOOK}, or see above why there is none) room is made "
+            return text + f"only ahead of need: {_MORE_ROOM}"
         floor = format_bytes(search.floor.bytes) if search.floor else "known only after two steps that fit"
         return text + f"the rest cannot move (floor: {floor}): {_MORE_ROOM}"
 

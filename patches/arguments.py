@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import sys
 from typing import Any
@@ -13,27 +12,18 @@ from mindspeed_swap.log import say
 from mindspeed_swap.options import Options
 from mindspeed_swap.patches import compat
 from mindspeed_swap.patches.registry import Patch, in_place_of
+from mindspeed_swap.units import gib_argument
 from mindspeed_swap.virtual_optimizer.amount import MODES
 
 _OURS = "--swap-host-memory"  # a flag that nobody else has
 CAPACITY = "MINDSPEED_SWAP_DEVICE_CAPACITY"
 
 
-def _gib(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of GB (1024^3 bytes) above 0, such as 30 or 1.5")
-    return value
-
-
 def _target(text: str) -> float:
     with contextlib.suppress(ValueError):
         if float(text) == 0:
             return 0.0
-    return _gib(text)
+    return gib_argument(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -85,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Move fp32 main parameters too: of parameters whose moments all move. They do not count as GB.",
     )  # fmt: skip
     group.add_argument(
-        "--swap-host-memory", type=_gib, default=None, metavar="GB",
+        "--swap-host-memory", type=gib_argument, default=None, metavar="GB",
         help="all features: host memory per rank, in GB of 1024^3 bytes (default: a share of what the node has free).",
     )  # fmt: skip
     group.add_argument(

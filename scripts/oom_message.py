@@ -1,4 +1,5 @@
-"""Out of memory as one line that says what, of how much, and where; and the end of this process, so of its job."""
+"""Out of memory as one line that says what, of how much, and where, a wrong setting as the line that it is; and the end
+of this process, so of its job."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 import torch
 
+from mindspeed_swap.errors import SettingError
 from mindspeed_swap.units import MIB, format_bytes
 
 TRACEBACK_VARIABLE = "MINDSPEED_SWAP_TRACEBACK"  # 1: the traceback too
@@ -37,11 +39,13 @@ _PHASE_OF_FUNCTION: tuple[tuple[str, set[str]], ...] = (
 
 @contextlib.contextmanager
 def one_line() -> Iterator[None]:
-    """Ends the process with exit code 1 on torch.OutOfMemoryError, and on the loss of a rank that ended so."""
+    """Ends the process with exit code 1: torch.OutOfMemoryError, a SettingError, the loss of a rank that ended so."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         _end(message(error))
+    except SettingError as error:
+        _end(f"{type(error).__name__}: {error}")
     except RuntimeError as error:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1 or not _PEER_GONE.search(str(error)):
             raise

@@ -37,7 +37,8 @@ class OomGuard:
         self._manager = manager
         self.spare: Callable[[], int] | None = None  # gives up what nothing depends on, before anything is evicted
         self._accelerator = manager.accelerator
-        self._recent_bytes = 0
+        # Until a need has been seen: as much as the hook would leave to others.
+        self._recent_bytes = self._accelerator.memory().capacity_bytes // MOST_ROOM_PARTS
         self._age = 0
         self._before_bytes = self._accelerator.memory().allocated_bytes
         self.ahead = not (hook and self._accelerator.on_pressure(self._on_pressure))

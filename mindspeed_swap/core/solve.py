@@ -32,7 +32,7 @@ TREE_DEPTH = 12
 class Floor:
     """What a rank needs at least, and the one rule for stating it: ``bytes`` is the floor. It is the sum of the four
     parts, or ``reachable_bytes`` where some phase needs more than that (temporaries of a foreach optimizer are in no
-    part), so that a plan for it always exists.
+    part), so that a plan for it always exists; but no more than the step takes with everything kept.
 
     Plans exist below it, down to ``reachable_bytes``, and are not refused. But there each tensor is read the moment it
     is back and nothing overlaps: with Llama-7B-shaped layers steps take 1.5 to 2.2 times as long, and 1.0 to 1.12 times
@@ -204,4 +204,5 @@ class _Solver:
         two = sum(sorted(largest.values(), reverse=True)[:2])
         transient = max(point.request_bytes for point in trace.points)
         activations = trace.static_bytes + unmovable + two + transient
-        return Floor(max(activations, reachable), phase, trace.static_bytes, unmovable, two, transient, reachable)
+        least = min(max(activations, reachable), max(self.keep))
+        return Floor(least, phase, trace.static_bytes, unmovable, two, transient, reachable)

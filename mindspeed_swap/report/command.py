@@ -7,7 +7,7 @@ from pathlib import Path
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.reader import read
 from mindspeed_swap.report.what_if import explained, frontier, read_traces, table
-from mindspeed_swap.units import parse_bytes
+from mindspeed_swap.units import GIB, parse_bytes
 
 
 def make_report(directory: str, out: str | None, run: str | None) -> int:
@@ -40,7 +40,7 @@ def what_if(
     if picture:
         from mindspeed_swap.report import pictures  # tells in one line that matplotlib is needed
     wanted = [parse_bytes(text, "--budgets") for text in budgets]
-    host = None if host_memory_gib is None else int(host_memory_gib * (1 << 30))
+    host = None if host_memory_gib is None else int(host_memory_gib * GIB)
     traces = read_traces(path)
     found = frontier(traces, wanted, host)
     print(table(found))

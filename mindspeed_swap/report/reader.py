@@ -63,7 +63,7 @@ def read(directory: str, run: str | None = None) -> RunFiles:
     """Raises SettingError for a directory that is not ours or damaged, or holds several runs and none is chosen."""
     root = Path(directory)
     if not root.is_dir():
-        raise SettingError(f"{directory}: no such directory; give the one that --swap-report-dir named")
+        raise SettingError(f"{directory}: is no directory; give the one that --swap-report-dir named")
     folders = sorted((p for p in root.glob("rank*") if p.name[4:].isdigit()), key=lambda p: int(p.name[4:]))
     summaries = {int(folder.name[4:]): folder for folder in folders if (folder / "summary.json").exists()}
     if not summaries:
@@ -108,7 +108,9 @@ def read_trace(file: Path) -> StepTrace:
     """Raises SettingError."""
     try:
         return StepTrace.from_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SettingError(f"{file}: cannot be read: {error.strerror}; give what --swap-report-dir named") from None
+    except ValueError as error:
         raise SettingError(f"{file}: {error}") from None
 
 
@@ -129,7 +131,9 @@ def _load(path: Path, check: Callable[[Any], None]) -> Any:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         check(data)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise SettingError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise SettingError(f"{path}: damaged or not ours: {what}") from None
     return data

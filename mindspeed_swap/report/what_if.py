@@ -38,6 +38,7 @@ class Frontier:
     peak_bytes: int  # of the rank that needs most, when everything is kept
     floors: dict[str, Floor]  # by curve, of the rank whose plans reach least
     answers: dict[int, dict[str, Answer]]  # by budget, descending, and curve
+    whole: bool = True  # the optimizer had its state by then
 
 
 def read_traces(path: str) -> list[StepTrace]:
@@ -69,7 +70,8 @@ def frontier(traces: Sequence[StepTrace], budgets: Sequence[int] = (), host_budg
         budget: {name: _answer(traces, budget, verbs, host_budget) for name, (verbs, _) in CURVES.items()}
         for budget in sorted(chosen, reverse=True)
     }
-    return Frontier(max(map(plain_step_ms, traces)), peak, floors, answers)
+    whole = all(trace.has_optimizer_state for trace in traces)
+    return Frontier(max(map(plain_step_ms, traces)), peak, floors, answers, whole)
 
 
 def _answer(traces: Sequence[StepTrace], budget: int, verbs: Sequence[str], host_budget: int | None) -> Answer:
@@ -113,6 +115,7 @@ def table(found: Frontier) -> str:
             f"reached in phase {bound.phase}"
             for name, bound in found.floors.items()
         ),
+        *([] if found.whole else ["recorded before the optimizer had its state: later steps need more than that"]),
         "",
     ]
     rows = [["budget", *(f"{name} ms" for name in CURVES), "swapped", "recomputed", "flags"]]

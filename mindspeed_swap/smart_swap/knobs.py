@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from mindspeed_swap.units import MOST_BYTES
+
 
 class _Auto:
     """The one value AUTO."""
@@ -97,7 +99,7 @@ def fault(name: str, value: Any) -> str:
     knob = KNOBS[name]
     if knob.kind == "any" or (value is AUTO and knob.default is AUTO):
         return ""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MOST_BYTES  # nor NaN
     right = {
         "bytes": number and value == int(value),  # 2.5 * 1024**3 is a float, and a whole number
         "count": number and isinstance(value, int),

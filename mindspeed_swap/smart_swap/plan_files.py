@@ -5,6 +5,7 @@ enters the first layer).
 """
 from __future__ import annotations
 
+import glob
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,10 @@ def load_plans(path: Path, rank: int, model: str) -> dict[Shape, Plan]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        others = sorted(path.parent.glob(f"{glob.escape(path.name)}.rank*"))
+        if others:
+            told = f"is not there, but {others[0].name} is, of a run with more ranks: search again"
+            raise SettingError(f"{name}: {told}") from None
         raise SettingError(f"{name}: cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
         raise SettingError(f"{name}: is damaged ({error}): search again") from None

@@ -240,10 +240,10 @@ class SmartSwap:
         assert self.plan is not None and self.floor is not None
         if self.plan.text:
             self._enter(Phase.SEARCH, self.plan.text)
-        elif facts.over <= 0:
+        elif facts.over <= 0 and not self.policy.moves_all:
             self._enter(Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}")
         else:
-            self._enter(Phase.STABLE, "the policy lets nothing move")
+            self._enter(Phase.STABLE, "nothing can be moved")
 
     def _replan(self, trace: StepTrace, facts: Facts) -> None:
         """Raises NoPlan. Where peers are together it is for the one that lacks most."""

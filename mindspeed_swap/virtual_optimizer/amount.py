@@ -5,12 +5,11 @@ GB is 1024^3 bytes per rank of the stage. One value holds for every stage, sever
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mindspeed_swap.errors import SettingError
-from mindspeed_swap.units import GIB
+from mindspeed_swap.units import GIB, number_of_gib
 
 FLAG = "--virtual-optimizer"
 ALL = "all"
@@ -56,10 +55,7 @@ def parse_amounts(words: Sequence[str], stages: int) -> tuple[int | None, ...]:
 
 
 def _amount(word: str) -> int:
-    try:
-        value = float(word)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or value < 0:
+    value = number_of_gib(word)
+    if not value >= 0:
         raise SettingError(f"{FLAG} {word}: expected {ALL!r} or numbers of GB (1024^3 bytes), none below 0")
     return int(value * GIB)

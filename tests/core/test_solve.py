@@ -133,7 +133,7 @@ def test_case_34_peak_that_no_tensor_can_lower() -> None:
     trace = megatron_trace(Shape(layers=2, optimizer_mib=20_000))
     with pytest.raises(Infeasible, match="reached in phase O") as caught:
         solve(trace, 20_000 * MIB)
-    assert caught.value.phase == "O"
+    assert caught.value.floor.phase == "O"
 
 
 def test_floor_adds_up_by_hand() -> None:
@@ -145,6 +145,11 @@ def test_floor_adds_up_by_hand() -> None:
     assert bound.transient_bytes == 344 * MIB
     assert bound.bytes == (4096 + 24 + 2 * layer + 344) * MIB
     assert bound.phase in "FB"
+
+
+def test_the_floor_is_no_more_than_everything_takes() -> None:
+    trace = megatron_trace(Shape(layers=1, logits_mib=0, transient_mib=0, optimizer_mib=0))
+    assert floor(trace).bytes == max(memory_curve(trace, ()))
 
 
 # Llama-7B-shaped layers: on one card, deep, at 32768 tokens, in pipelines, with a foreach optimizer's temporaries.

@@ -66,7 +66,7 @@ def test_plan_of_a_file_is_run_at_once(trainer: Trainer, tmp_path) -> None:
         assert run.digests() == plain.digests()
         assert "no search" in run.output and "SearchPolicy" not in run.output
     # What is between the modules inside a module, which a planner with a link this slow and products this small leaves.
-    places = {tuple(each["key"][:3]) for each in plan["recomputes"]}
+    places = {tuple(each["key"][:3]) for each in (*plan["recomputes"], *plan["swaps"])}
     names = ("mlp.pointwise", "self_attention.pointwise")
     plan["recomputes"] = [{"key": [*at, name], "nbytes": 1, "forward_ms": 1.0} for at in places for name in names]
     plan["swaps"] = []

@@ -20,7 +20,7 @@ def test_what_was_written_can_be_read(write_run):
 
 
 def test_not_a_directory(tmp_path):
-    with pytest.raises(SettingError, match="no such directory"):
+    with pytest.raises(SettingError, match="is no directory"):
         read(str(tmp_path / "nothing"))
 
 

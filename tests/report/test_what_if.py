@@ -62,7 +62,7 @@ def test_without_budgets_a_curve_from_the_floor_to_the_plain_peak(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere"),
+        (["nowhere"], "nowhere: cannot be read: No such file or directory; give what --swap-report-dir named"),
         (["."], r"no rank<N>/step_trace\.json"),
         (["rank0/step_trace.json", "--budgets", "much"], "--budgets='much'"),
         (["damaged.json"], "damaged"),
@@ -79,6 +79,25 @@ def test_wrong_input_is_one_line(
     (folder / "damaged.json").write_text("{")
     assert main(["what-if", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "0", "1e300", "much"])
+def test_host_memory_is_a_number_as_it_is_for_a_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["what-if", str(folder), "--host-memory", text])
+    assert ended.value.code == 2 and "expected a number of GB (1024^3 bytes) above 0" in capsys.readouterr().err
+
+
+def test_a_step_without_optimizer_state_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = "recorded before the optimizer had its state"
+    assert main(["what-if", str(folder), "--budgets", "1GiB"]) == 0
+    assert told not in capsys.readouterr().out
+    file = folder / "rank1" / "step_trace.json"
+    file.write_text(re.sub(r'("has_optimizer_state": ?)true', r"\1false", file.read_text()))
+    assert main(["what-if", str(folder), "--budgets", "1GiB"]) == 0
+    assert told in capsys.readouterr().out
 
 
 def test_a_picture_without_matplotlib_is_one_line_and_torch_is_not_needed(folder: Path) -> None:

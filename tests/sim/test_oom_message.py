@@ -8,6 +8,8 @@ import pytest
 import torch
 from simulated_run import SCRIPTS
 
+from mindspeed_swap.errors import SettingError
+
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.19 GiB of which 1.05 GiB is "
     "free. Process 77 has 78.14 GiB memory in use. Of the allocated memory 70.00 GiB is allocated by PyTorch"
@@ -63,6 +65,14 @@ def test_message(oom_message, text: str, expected: str, function, phase: str) ->
     with pytest.raises(torch.OutOfMemoryError) as raised:
         function(text)
     assert oom_message.message(raised.value) == f"{expected} ({phase})"
+
+
+def test_a_wrong_setting_is_its_own_line(oom_message, monkeypatch) -> None:
+    ends = []
+    monkeypatch.setattr(oom_message, "_end", ends.append)
+    with oom_message.one_line():
+        raise SettingError("--smart-swap: give less")
+    assert ends == ["SettingError: --smart-swap: give less"]
 
 
 def test_other_errors_pass(oom_message) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from layout_runs import ADAPTIVE, SLOW_LINK_GBPS, SMART_SWAP, Trainer, prepare_text
+from layout_runs import ADAPTIVE, SMART_SWAP, Trainer, prepare_text
 from layouts import LAYOUTS
 
 from mindspeed_swap.units import GIB, MIB
@@ -60,4 +60,4 @@ def test_a_soak_of_activations_and_optimizer_state(trainer):
     ids=["activations and optimizer state", "smart swap", "adaptive"],
 )
 def test_a_soak_of_500_steps(trainer, flags):
-    soak(trainer, 500, *flags, "--swap-memory-target", target(trainer), MINDSPEED_SWAP_SIM_LINK_GBPS=SLOW_LINK_GBPS)
+    soak(trainer, 500, *flags, "--swap-memory-target", target(trainer), MINDSPEED_SWAP_SIM_LINK_GBPS="0.05")

@@ -43,6 +43,14 @@ def test_the_first_difference_is_named(tmp_path, model, rank, says):
     assert f"--swap-plan {tmp_path / 'plan'}: " in str(error.value) and says in str(error.value)
 
 
+def test_a_plan_of_several_ranks_is_not_one_of_one(tmp_path):
+    save_plans(rank_file(str(tmp_path / "plan[1]"), 1, 2), 1, {(4, 80): PLAN})
+    with pytest.raises(SettingError, match=r"is not there, but plan\[1\].rank1 is, of a run with more ranks"):
+        load_plans(tmp_path / "plan[1]", 0, MODEL)
+    with pytest.raises(SettingError, match="cannot be read"):
+        load_plans(tmp_path / "plan1", 0, MODEL)
+
+
 def test_versions_and_damage(tmp_path):
     path = tmp_path / "plan"
     save_plans(path, 0, {(4, 80): PLAN})

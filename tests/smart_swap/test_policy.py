@@ -165,7 +165,7 @@ def test_a_target_of_nothing_in_any_spelling(text):
     assert parser.parse_args(["--swap-memory-target", text]).swap_memory_target == 0.0
 
 
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "x", ""])
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e300", "x", ""])
 def test_a_target_that_is_none(text, capsys):
     with pytest.raises(SystemExit):
         add_arguments(argparse.ArgumentParser()).parse_args(["--swap-memory-target", text])

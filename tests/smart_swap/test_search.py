@@ -87,6 +87,15 @@ def test_everything_fits_is_one_line_and_no_plan(capsys):
     assert "everything fits" in out
 
 
+def test_where_all_is_to_move_and_nothing_can_nothing_is_said_to_fit(capsys):
+    trace = megatron_trace(SHAPE)
+    search = SmartSwap(2 * peak(trace), Policy().with_target(0), host_bytes=0)
+    for _ in range(2):
+        search.after_step(StepStats(), trace)
+    assert search.phase is Phase.STABLE and search.plan.swaps == ()
+    assert "nothing can be moved" in capsys.readouterr().out
+
+
 def test_case_34_a_plan_of_zero_bytes_above_the_target_is_an_error():
     trace = megatron_trace(SHAPE)
     for record in trace.saved:

@@ -41,6 +41,7 @@ def test_amounts(words, stages, expected):
         (["many"], 1, r"--virtual-optimizer many: expected"),
         (["nan"], 1, r"--virtual-optimizer nan: expected"),
         (["inf"], 1, r"--virtual-optimizer inf: expected"),
+        (["1e300"], 1, r"--virtual-optimizer 1e300: expected"),
         (["ALL"], 1, r"--virtual-optimizer ALL: expected 'all'"),
         (["all", "4"], 2, r"--virtual-optimizer all 4: 'all' stands alone"),
         (["4", "all"], 2, r"--virtual-optimizer 4 all: 'all' stands alone"),
