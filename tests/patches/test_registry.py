@@ -106,14 +106,14 @@ def test_a_missing_target_names_the_version_and_patches_nothing(target, library)
 
 @pytest.mark.parametrize("found", ["0.11.0", "0.20.0", "1.0"])
 def test_a_version_outside_the_range_is_an_error(found, monkeypatch):
-    monkeypatch.setattr(registry, "version", lambda name: found)
+    monkeypatch.setattr(registry, "installed", lambda name: found)
     with pytest.raises(SettingError, match=f"megatron-core {found} is installed; mindspeed_swap supports"):
         registry.check_version()
 
 
 @pytest.mark.parametrize("found", ["0.12.1", "0.16.1", "0.18.2", "0.19.2", "0.19.0rc1"])
 def test_supported_versions(found, monkeypatch):
-    monkeypatch.setattr(registry, "version", lambda name: found)
+    monkeypatch.setattr(registry, "installed", lambda name: found)
     registry.check_version()
 
 
