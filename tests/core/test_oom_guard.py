@@ -3,9 +3,10 @@ import pytest
 import torch
 from swapping import assert_nothing_left, assert_same, blocks, capacity, new_manager, run_step
 
+from mindspeed_swap.core.accelerator.base import Interval
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.sim import device
-from mindspeed_swap.units import GIB
+from mindspeed_swap.units import GIB, MIB
 
 
 def limit(plain, base: int, share: float) -> int:
@@ -109,6 +110,19 @@ def test_a_hopeless_request_is_an_error_and_the_tensors_live(sim):
     expected = torch.autograd.grad((leaf * 2.0).sin().sum(), leaf)[0]
     assert torch.equal(torch.autograd.grad(loss, leaf)[0], expected)
     guard.close()
+
+
+def test_ahead_of_a_need_that_nobody_has_seen_yet_a_sixteenth_is_free(sim, monkeypatch):
+    manager, asked = new_manager(sim), []
+    monkeypatch.setattr(manager, "evict", asked.append)
+    base = device.memory_allocated()
+    with capacity(base + 16 * MIB):
+        guard = OomGuard(manager, hook=False)
+        least = (base + 16 * MIB) // 16
+        full = torch.empty(16 * MIB - least // 4, dtype=torch.uint8)
+        manager.on_interval(Interval(0, 0))  # which needed nothing
+        assert asked == [least - (16 * MIB - full.numel())]
+        guard.close()
 
 
 def test_the_order_of_eviction(sim):
