@@ -34,7 +34,15 @@ class Place(Enum):
 DEVICE, HOST, OTHER = Place.DEVICE, Place.HOST, Place.OTHER
 _BY_TYPE = {"cuda": DEVICE, "cpu": HOST}
 
-real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]  # below any redirected getter
+_getter = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]  # below any redirected one
+
+
+def real_device(tensor: torch.Tensor) -> torch.device:
+    try:
+        return _getter(tensor)
+    except RuntimeError:  # ShardedTensor, imported earlier, has answers for torch's own attributes only
+        with torch._C.DisableTorchFunctionSubclass():
+            return _getter(tensor)
 
 
 def place_named(device: Any) -> Place:

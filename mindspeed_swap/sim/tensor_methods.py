@@ -141,11 +141,7 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
 
 
 def _device(self: torch.Tensor) -> torch.device:
-    try:
-        real = real_device(self)
-    except RuntimeError:  # ShardedTensor, imported earlier, has answers for torch's own attributes only
-        with torch._C.DisableTorchFunctionSubclass():
-            real = real_device(self)
+    real = real_device(self)
     return current.device() if real.type == "cpu" and is_device(self) else real
 
 

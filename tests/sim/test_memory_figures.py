@@ -95,3 +95,22 @@ def test_too_late_after_megatron(run_python) -> None:
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("mindspeed_swap.errors.SettingError")
     assert "first line" in done.stderr.splitlines()[-1]
+
+
+# Whoever imports it before us has it know torch's own attributes only.
+SHARDED = """
+import torch, torch.distributed.checkpoint
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from mindspeed_swap import sim
+sim.redirect_cuda()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+tensor = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 4)
+print(tensor.device, tensor.is_cuda, tensor.is_cpu)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_sharded_tensor_has_a_place(run_python) -> None:
+    done = run_python(SHARDED)
+    assert done.stdout.splitlines()[-1:] == ["cpu False True"], done.stderr
