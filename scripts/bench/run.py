@@ -38,6 +38,7 @@ from training import Job, Run  # noqa: E402
 from workloads import GPU, NAMES, SIM, Workload, workload  # noqa: E402
 
 from mindspeed_swap.files import replace_file  # noqa: E402
+from mindspeed_swap.report.reader import trace_files  # noqa: E402
 
 # In the order in which time is best spent.
 COMPETITORS = (
@@ -100,7 +101,7 @@ class Call:
 
     def _keep_trace(self, point: Point, folder: Path) -> dict[str, Any]:
         """What plans were made from, for work on the planner where there is no such device."""
-        for file in folder.glob("rank*/step_trace.json"):
+        for file in trace_files(str(folder)):
             name = f"{self.workload.name}-{point.name}-{file.parent.name}.json.gz"
             (self.args.traces / name).write_bytes(gzip.compress(file.read_bytes(), mtime=0))
         return {}
@@ -149,9 +150,8 @@ class Call:
         return Run(job, self.args.device, self.machine["id"])
 
     def _save(self) -> None:
-        folders = {folder: "KNOWN" for folder in self.args.known if folder.is_absolute()} | {
-            self.args.out: "OUT", self.args.traces: "TRACES"
-        }  # fmt: skip
+        folders = {folder: "KNOWN" for folder in self.args.known if folder.is_absolute()}
+        folders |= {self.args.out: "OUT", self.args.traces: "TRACES"}
         given = [folders.get(Path(each), each) for each in self.args.given]  # not where they are on this machine
         data = {
             "version": VERSION,
