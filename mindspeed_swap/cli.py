@@ -88,7 +88,7 @@ def _what_if(args: argparse.Namespace) -> int:
 
 
 def _ops(args: argparse.Namespace) -> int:
-    from mindspeed_swap.fine_grained.list_operators import list_operators
+    from mindspeed_swap.report.list_operators import list_operators
 
     return list_operators(args.path)
 

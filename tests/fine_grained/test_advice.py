@@ -99,7 +99,7 @@ def test_nothing_to_list_is_one_line(tmp_path, capsys, what):
 
 def test_planning_and_listing_import_no_torch():
     code = (
-        "import sys, mindspeed_swap.fine_grained.list_operators, mindspeed_swap.fine_grained.front_end; "
+        "import sys, mindspeed_swap.report.list_operators, mindspeed_swap.fine_grained.front_end; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
