@@ -69,7 +69,9 @@ class Movable:
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or _has_names(tensor):
             return None  # ``set_`` would lose what says so
         base = tensor._base
-        if (tensor.is_leaf and tensor.requires_grad) or (base is not None and base.is_leaf and base.requires_grad):
+        # A view that a Function makes of its input says that it is a leaf (Transformer Engine saves such ones).
+        owner = tensor if base is None or not base.requires_grad else base
+        if owner.is_leaf and owner.requires_grad:
             return None  # its gradient accumulator holds it: dropping our reference would free nothing
         address = storage._cdata  # asked for first: it is there for few
         if address in self._static.refs and storage in self._static:

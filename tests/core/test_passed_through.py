@@ -10,6 +10,7 @@ from swapping import (
     assert_same,
     blocks,
     capacity,
+    check_swapped,
     new_manager,
     new_trace,
     run_step,
@@ -173,3 +174,45 @@ def test_where_room_runs_short_the_rest_of_the_step_is_held(sim):
     assert stats.ran_short and stats.evictions > 0
     assert all(torch.equal(leaf.grad, grad) for leaf, grad in zip(leaves, grads, strict=True))
     assert_nothing_left(manager)
+
+
+class Views(torch.autograd.Function):
+    """Saves a view of its input that it has made itself, as Transformer Engine's layers do."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        rows = hidden.view(-1, hidden.shape[-1])
+        assert rows.is_leaf and rows.requires_grad and not hidden.is_leaf
+        ctx.save_for_backward(rows, weight)
+        return (rows @ weight).view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, grad):
+        rows, weight = ctx.saved_tensors
+        flat = grad.reshape(rows.shape)
+        return (flat @ weight.t()).view_as(grad), rows.t() @ flat
+
+
+def test_a_view_that_a_function_makes_of_its_input_moves(sim):
+    weights = [torch.nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4)]
+    inputs = torch.randn(8, 16, 64)
+
+    def body(layer):
+        hidden = inputs
+        for number, weight in enumerate(weights, 1):
+            with layer(number):
+                hidden = Views.apply(hidden + weights[0].mean(), weight)
+        return hidden.square().mean()
+
+    manager, plan, _ = check_swapped(body, weights, sim)
+    rows = [swap for swap in plan.swaps if swap.nbytes == inputs.nbytes and 1 <= swap.key.layer < len(weights)]
+    assert len(rows) == len(weights) - 1  # of the last one the release would come too late
+
+
+def test_a_view_of_a_leaf_does_not(sim):
+    """What its gradient accumulator holds stays, whoever calls it a view."""
+    manager, leaf = new_manager(sim), torch.randn(SIZE, SIZE, requires_grad=True)
+    with torch.no_grad():
+        views = [leaf.view(-1), torch.randn(SIZE, SIZE).view(-1).requires_grad_()]
+    with manager.forward(0):
+        assert all(isinstance(manager._pack(view), Passed) for view in (*views, leaf.t()))
