@@ -126,8 +126,11 @@ class Agenda:
 
     def __init__(self, swaps: Sequence[Swap] = ()) -> None:
         self.swaps = {swap.key: swap for swap in swaps}
+        points = [point for swap in swaps for point in (swap.release, swap.prefetch)]
         # Anything is to be done where a module begins or ends.
-        self.at_modules = any(min(swap.release.ordinal, swap.prefetch.ordinal) < MODULE_BORDER for swap in swaps)
+        self.at_modules = any(point.ordinal < MODULE_BORDER for point in points)
+        # Saves at which something is to be done.
+        self.anchors = {Key(*point[1:]) for point in points if point.ordinal >= 0}
         self.releases: dict[Position, list[Key]] = {}
         self.prefetches: dict[Position, list[Key]] = {}
         for swap in self.swaps.values():

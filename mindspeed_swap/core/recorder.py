@@ -98,6 +98,13 @@ class Recorder:
     def _next(self) -> int:
         return len(self.trace.points)
 
+    def take_interval(self) -> Interval:
+        """The accelerator's."""
+        start = perf_counter()
+        interval = self._accelerator.take_interval()
+        self.took_since(start)
+        return interval
+
     def point(self, position: Position, interval: Interval) -> None:
         """Close the interval that ends here. Call it before the position's own releases and prefetches."""
         start = perf_counter()
@@ -158,6 +165,7 @@ class Recorder:
         """First save, at the point just closed. (What nobody has saved yet is resident once nobody else holds it, and
         no save.)"""
         index = self._next - 1
+        start = perf_counter()
         if saved.key.ordinal < 0:
             self._not_sole[saved.serial] = saved
             return
@@ -167,6 +175,7 @@ class Recorder:
         self._not_sole[saved.serial] = saved
         self.modules.saved(saved, record)
         self.arrived(saved)
+        self.took_since(start)
 
     def used(self, saved: SavedTensor) -> None:
         """Saved again, at the point just closed."""

@@ -198,10 +198,12 @@ class Passed:
     Holds a detached alias (a leaf Parameter itself: some backward functions need its attributes).
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("anchor", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, anchor: Key | None = None) -> None:
+        """``anchor``: name of the save, where the plan wants something done when it is read."""
         self.version: int = tensor._version
+        self.anchor = anchor
         self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
     def get(self) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """SwapManager: packs what autograd saves, moves it by plan or under pressure, and hands it back bit for bit.
 
-The moves are in mover.py, the waits that order them in waits.py. Identity, versions and lifetime are explained in
-saved_tensor.py.
+Moves are in mover.py, the waits between them in waits.py; identity, versions and lifetime in saved_tensor.py.
 
 Note: [Nothing is allocated under the lock]
 An allocation on the device may run the pressure handler, which takes the lock in whatever thread needs memory. So no
@@ -45,8 +44,7 @@ class SwapManager:
         skip_waits: frozenset[Wait] = frozenset(),
         copy_streams: tuple[Stream, Stream] | None = None,
     ) -> None:
-        """``copy_streams``: out and back, if they are not to be streams of its own. ``skip_waits`` is for
-        tests: each wait removed must be noticed."""
+        """``copy_streams``: out and back, if not its own. ``skip_waits``: for tests; each removed must be noticed."""
         self.accelerator = accelerator
         self.pool = pool
         self.movable = Movable(accelerator, min_bytes)
@@ -56,11 +54,9 @@ class SwapManager:
         self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
-        self.live = LiveTensors()
-        self._strays = Strays()
+        self.live, self._strays = LiveTensors(), Strays()
         self.scope: Scope | None = None
-        self.calls = ModuleCalls(self)
-        self._agenda = Agenda()
+        self.calls, self._agenda = ModuleCalls(self), Agenda()
         self._spare_bytes: int | None = None  # see change_plan; None: all is held
         self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
         self._thread = threading.local()
@@ -92,10 +88,9 @@ class SwapManager:
         self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None,
         spare_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        """From here on, in the middle of a step: for what is saved from now on. With ``trace`` the step is recorded
-        into it, from here on. ``read_order`` (Key -> when backward reads it) tells eviction what is needed last. With
-        ``spare_bytes`` what autograd saves is passed through, and so is not there to be pushed out, as long as more of
-        the device than that is left where a layer begins."""
+        """In the middle of a step, for what is saved from now on. ``trace``: to record it into. ``read_order`` (Key ->
+        when backward reads it) tells eviction what is needed last. With ``spare_bytes`` what autograd saves is passed
+        through, so cannot be pushed out, as long as more of the device than that is left where a layer begins."""
         with self._lock:
             self._agenda = Agenda(plan.swaps if plan else ())
             self._strays.begin(read_order)
@@ -176,9 +171,14 @@ class SwapManager:
         ordinal = scope.next_ordinal()
         number = self.calls.next_save()
         storage = self.movable.storage_of(tensor) if self._spare_bytes is None else None
-        if storage is None:
+        if storage is None and not self._agenda.anchors:
             return Passed(tensor)
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
+        if storage is None:
+            if key not in self._agenda.anchors:
+                return Passed(tensor)
+            self._act(new(Position, (FORWARD, *key)))  # an expert had no tokens: what is planned here is done anyway
+            return Passed(tensor, key)
         position: Position | None = new(Position, (FORWARD, *key)) if self._has_points else None
         self._close(position)
         handle = self._keep(tensor, storage, key, number)
@@ -230,6 +230,9 @@ class SwapManager:
 
     def _unpack(self, packed: Handle | Passed) -> torch.Tensor:
         if isinstance(packed, Passed):
+            if (anchor := packed.anchor) is not None:
+                packed.anchor = None
+                self._act(new(Position, (BACKWARD, *anchor)))
             return packed.get()
         first = not packed.read
         packed.read = True
@@ -265,8 +268,7 @@ class SwapManager:
                 self.live.storage_came(saved)
 
     def _read(self, packed: Handle, first: bool, *, prefetched: bool = True) -> torch.Tensor | None:
-        """What autograd saved, or None if it must be loaded: at first, and again if pressure in another thread pushes
-        it out between the load and this."""
+        """None: it must be loaded; perhaps once more, if another thread's pressure pushes it out before this."""
         saved, mover = packed.saved, self._mover
         with self._lock:
             if saved.modified:
@@ -295,7 +297,7 @@ class SwapManager:
             self._drain()
         recorder = self._mover.recorder
         if position is not None and (recorder or self.on_interval):
-            interval = self.accelerator.take_interval()
+            interval = (recorder or self.accelerator).take_interval()
             self._mover.gave_up = False
             if recorder:
                 with self._lock:  # it looks at use counts of storages that another thread could give up meanwhile
@@ -319,8 +321,9 @@ class SwapManager:
 
     def _begin_interval(self) -> None:
         """An interval begins after its point has given memory up: what was there before is not part of its peak."""
-        if self._mover.gave_up and (self._mover.recorder or self.on_interval):
-            self.accelerator.take_interval()
+        recorder = self._mover.recorder
+        if self._mover.gave_up and (recorder or self.on_interval):
+            (recorder or self.accelerator).take_interval()
         self._mover.gave_up = False
 
     def _prefetch(self, saved: SavedTensor) -> None:
@@ -352,11 +355,8 @@ class SwapManager:
 
     # ---- pressure
     def evict(self, nbytes: int) -> int:
-        """Push kept tensors out until ``nbytes`` were freed or none is left. Returns the bytes given up.
-
-        What backward needs last goes first; before an order is known, what was saved first. Only storages whose last
-        reference is ours: others would free nothing.
-        """
+        """Push kept tensors out until ``nbytes`` were freed or none is left: what backward needs last first (before an
+        order is known, what was saved first), if our reference is the last. Returns the bytes given up."""
         if self._lock._is_owned():  # type: ignore[attr-defined]
             return 0  # a finaliser allocates while this thread is inside a move: its books are not to be read now
         freed = self._drain()

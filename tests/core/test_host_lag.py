@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from swapping import assert_same, blocks, new_manager, recorded_plan, run_step
 
-from mindspeed_swap.core import module_calls, mover, recorder
+from mindspeed_swap.core import module_calls, mover, recorder, swap_manager
 from mindspeed_swap.core.host_lag import Mark, idle
 from mindspeed_swap.core.simulate import plain_step_ms
 
@@ -106,7 +106,8 @@ class Clock:
         self.ms, self._stamps, self.late, self._record = 1000.0, {}, {}, sim.record
         self.records = 0
         monkeypatch.setattr(sim, "record", self.record)
-        monkeypatch.setattr(sim, "take_interval", self.slow(sim.take_interval, WORK_MS))
+        manager = swap_manager.SwapManager
+        monkeypatch.setattr(manager, "_close", self.slow(manager._close, WORK_MS))
         monkeypatch.setattr(sim, "elapsed_ms", lambda start, end: self._at(end) - self._at(start))
         for module in (recorder, mover, module_calls):
             monkeypatch.setattr(module, "perf_counter", lambda: self.ms / 1000)
@@ -136,17 +137,30 @@ def clock(sim, monkeypatch):
     return Clock(sim, monkeypatch)
 
 
+SLOW = {
+    "the point": lambda patch, sim, clock: patch.setattr(recorder, "Point", clock.slow(recorder.Point, 20.0)),
+    "the interval": lambda patch, sim, clock: patch.setattr(
+        sim, "take_interval", clock.slow(sim.take_interval, 20.0)
+    ),
+    "the save": lambda patch, sim, clock: patch.setattr(
+        recorder, "SavedRecord", clock.slow(recorder.SavedRecord, 20.0)
+    ),
+}
+
+
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_recorded_step_is_as_long_as_any_other(sim, clock, monkeypatch, planned):
+@pytest.mark.parametrize("what", SLOW)
+def test_a_recorded_step_is_as_long_as_any_other(sim, clock, monkeypatch, planned, what):
     body, leaves = blocks(4, width=32)
     plain, manager = run_step(body, leaves), new_manager(sim)
     plan = recorded_plan(body, leaves, manager) if planned else None
     quick = run_step(body, leaves, manager, plan, record=True).trace
-    monkeypatch.setattr(recorder, "Point", clock.slow(recorder.Point, 20.0))
+    SLOW[what](monkeypatch, sim, clock)
     recorded = run_step(body, leaves, manager, plan, record=True)
     trace = recorded.trace
     assert_same(recorded, plain)
-    assert trace.step_ms == pytest.approx(quick.step_ms, abs=0.01) and len(trace.points) > 30
+    before_any_mark = 20.0 if what == "the interval" else 0.0
+    assert trace.step_ms == pytest.approx(quick.step_ms + before_any_mark, abs=0.01) and len(trace.points) > 30
     assert trace.points[-1].time_ms <= trace.step_ms - trace.stall_ms + 1e-6
     assert all(one.time_ms <= other.time_ms + 1e-6 for one, other in pairwise(trace.points))
     assert all(p.waits_for_host for p in trace.points), "there, compute is the host"
