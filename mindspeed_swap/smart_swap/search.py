@@ -7,7 +7,8 @@ Note: [Steps before the one that is recorded]
 The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
 runs at a higher clock than it can keep up. And recording costs the host time, which now and then shows: one plan was
 recorded with 230 and with 240 ms, and ran in 233. So on a real device every recorded step but the very first follows
-one of the same plan that is not recorded, and a try two: the second of them is timed, and that is how long it took.
+one of the same plan that is not recorded, and a try two. The last of them is timed: that is how long it took, and
+retime.py tells the recorded one by it.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.retime import retimed
 from mindspeed_swap.core.simulate import memory_curve
 from mindspeed_swap.core.solve import Floor, floor
 from mindspeed_swap.core.step import ExecutedStep, StepStats
@@ -110,6 +112,9 @@ class SmartSwap:
     _lines: list[str] = field(default_factory=list)  # to be told
     _saved_bytes: deque[int] = field(default_factory=lambda: deque(maxlen=SPREAD_STEPS))  # most at once, by step
 
+    def __post_init__(self) -> None:
+        self.settles &= self.policy.tries is None  # else whoever says when Stable begins counts steps
+
     def run_saved(self, plan: Plan) -> SmartSwap:
         """No WarmUp, no search: this plan, from the first step on."""
         self.plan, self.phase, self.target_bytes = plan, Phase.STABLE, plan.budget_bytes
@@ -128,8 +133,7 @@ class SmartSwap:
         return self._unrecorded == 1
 
     def after_step(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None = None) -> bool:
-        """Take a step's outcome in. ``step_ms``: if it ``times``. True if the phase or the plan changed. Raises
-        NoPlan."""
+        """Take a step in; ``step_ms`` if it ``times``. True if the phase or the plan changed. Raises NoPlan."""
         changed = self._took(stats, trace, step_ms)
         return self.peers.tell() or changed
 
@@ -147,13 +151,14 @@ class SmartSwap:
             self._timed_ms = step_ms
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
+        if self._timed_ms is not None:
+            trace = retimed(trace, self._timed_ms)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saved = stats.saved
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
         self._timed_ms = None
-        # Whoever says when Stable begins counts steps.
-        if self.settles and self.phase is not Phase.STABLE and self.policy.tries is None:
+        if self.settles and self.phase is not Phase.STABLE:
             self._unrecorded = 1 if self._afresh else UNRECORDED_STEPS
         return changed
 
@@ -266,9 +271,8 @@ class SmartSwap:
         self.plan = planned.plan
 
     def _tell_lines(self) -> None:
-        lines, self._lines = self._lines, []
-        for line in lines:
-            self.tell(line)
+        while self._lines:
+            self.tell(self._lines.pop(0))
 
     def _enter(self, phase: Phase, why: str) -> None:
         self._lines.append(
@@ -321,11 +325,9 @@ class SmartSwap:
     def _best(self) -> Try:
         """As measured; of those that do not differ by more than steps do anyway the one that went as promised."""
         best = min(self.tries, key=lambda tried: tried.rank)
-        alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2]]
-        return min(
-            (tried for tried in alike if tried.step_ms <= best.step_ms * (1 + NOISE_SHARE)),
-            key=lambda tried: abs(tried.surprise),
-        )
+        most_ms = best.step_ms * (1 + NOISE_SHARE)
+        alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2] and tried.step_ms <= most_ms]
+        return min(alike, key=lambda tried: abs(tried.surprise))
 
     def _promises_more(self) -> bool:
         """The last plan was faster than all before it, or the next should be, by more than steps differ anyway."""
@@ -338,8 +340,7 @@ class SmartSwap:
         return last < best * (1 - NOISE_SHARE) or promised < min(best, last) * (1 - NOISE_SHARE)
 
     def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
-        """Plan again from the try's own trace: it knows the times better than the one before. False if there is
-        nothing else to try."""
+        """Plan again, from the try's own trace: it knows the times better. False if there is nothing else to try."""
         tried = [each.plan.decisions for each in self.tries]
         self._learned_reserve_bytes = self._learn_reserve(facts)
         for _ in range(ROOM_TRIES):
@@ -360,8 +361,7 @@ class SmartSwap:
         return False
 
     def _learn_reserve(self, facts: Facts) -> int | None:
-        """Bytes that are to stay free: little after a try that needed what was predicted. None: what AUTO begins with,
-        after one that was in trouble."""
+        """Bytes to stay free: few after a try that needed what was predicted. None, after trouble: AUTO's first."""
         assert self.plan is not None
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         if facts.trouble or facts.over or soft == hard or self.plan.prediction is None:
@@ -392,7 +392,7 @@ class SmartSwap:
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
-        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
+        self._bad_steps, self._unrecorded, self._afresh, self._changes = 0, int(self.settles), True, self._changes + 1
         self.tries.clear()
         self.peers.forget(self.judge)
         self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")

@@ -85,6 +85,32 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
     assert [tried.step_ms for tried in it.tries] == told[: len(it.tries)]
 
 
+def test_on_a_device_a_recorded_step_is_told_as_long_as_it_is_without_recording():
+    waiting = replace(TRACE, points=[replace(point, waits_for_host=True) for point in TRACE.points])
+    slow = replace(
+        waiting, points=[replace(p, time_ms=1.5 * p.time_ms) for p in waiting.points], step_ms=1.5 * TRACE.step_ms
+    )
+    it = search(settles=True)
+    for number in range(3):
+        step = slow if it.next_step().record else None
+        step = step if number or step is None else replace(step, has_optimizer_state=False)
+        it.after_step(StepStats(saved=SAVED), step, TRACE.step_ms if it.times else None)
+    assert it.phase is Phase.SEARCH and it.shown.trace.step_ms == pytest.approx(TRACE.step_ms)
+    assert it.shown.trace.points[-1].time_ms == pytest.approx(slow.points[-1].time_ms - 0.5 * TRACE.step_ms)
+    assert it.plan.prediction.step_ms < 1.4 * TRACE.step_ms
+
+
+def test_on_a_device_a_changed_workload_is_not_recorded_before_a_step_of_it_was_timed():
+    it = search(settles=True)
+    while it.phase is not Phase.STABLE:
+        run(it, TRACE if it.steps else FIRST)
+    while it.phase is Phase.STABLE:
+        run(it, TRACE, StepStats(saved=SAVED, evictions=1))
+    assert not it.next_step().record and it.times
+    run(it, TRACE)
+    assert it.next_step().record
+
+
 def test_who_says_when_stable_begins_counts_steps():
     assert settle(search({"stable_step": 6}, settles=True), TRACE) == settle(search({"stable_step": 6}), TRACE)
 

@@ -1,0 +1,58 @@
+"""A recorded step told as it is without recording, from how long the same step took when nobody recorded. Pure; no torch.
+
+host_lag.py takes out what recording is known to have taken the host. What it does not know of (caches, calls that are
+longer for it) is left where the device waits for the host, about as much at every point.
+"""
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+from mindspeed_swap.core.trace import CopyRecord, OperatorRecord, StepTrace, WaitRecord
+
+_Record = TypeVar("_Record", CopyRecord, WaitRecord, OperatorRecord)
+# Of an interval, at most: the step's own work takes the host some of it.
+MOST_SHARE = 0.8
+
+
+def retimed(trace: StepTrace, step_ms: float) -> StepTrace:
+    """With intervals in which the device waits for the host shortened until the step takes ``step_ms``, as far as that
+    goes; all by the same time, short ones by less. Where the host is ahead, and of a shorter step, nothing changes."""
+    points = trace.points
+    most = [0.0] * len(points)  # that may be cut before each point
+    for i, (point, after) in enumerate(pairwise(points), 1):
+        if point.waits_for_host:
+            most[i] = MOST_SHARE * max(0.0, after.time_ms - point.time_ms)
+    cut = _level(most, trace.step_ms - step_ms)
+    if cut <= 0.0:
+        return trace
+    passed = trace.measured_ms()
+    earlier = list(accumulate(min(each, cut) for each in most))
+
+    def moved(records: list[_Record]) -> list[_Record]:
+        found = []
+        for record in records:
+            index = bisect_right(passed, record.start_ms)
+            ms = earlier[index - 1] if index else 0.0
+            found.append(replace(record, start_ms=record.start_ms - ms, end_ms=record.end_ms - ms))
+        return found
+
+    return replace(
+        trace,
+        points=[replace(point, time_ms=point.time_ms - ms) for point, ms in zip(points, earlier, strict=True)],
+        copies=moved(trace.copies), waits=moved(trace.waits), operators=moved(trace.operators),
+        step_ms=trace.step_ms - earlier[-1],
+    )  # fmt: skip
+
+
+def _level(most: list[float], wanted: float) -> float:
+    """So that ``min(each, level)`` add up to ``wanted``, or as much as there is."""
+    left = sum(1 for each in most if each > 0.0)
+    for each in sorted(each for each in most if each > 0.0):
+        if wanted <= each * left:
+            return wanted / left
+        wanted -= each
+        left -= 1
+    return max(most, default=0.0)
