@@ -67,6 +67,7 @@ def activate(options: Options) -> None:
         distributed_optimizer,
         linear,
         modules,
+        moe,
         recompute,
         schedules,
         training,
@@ -79,6 +80,7 @@ def activate(options: Options) -> None:
     around = (training, schedules, transformer_layer)
     for patches in (*around, linear, recompute) if options.plans else around:
         _step.install(patches.PATCHES)
+    moe.install_into(_step)
     if options.names_modules:
         _step.install(modules.PATCHES)
         modules.install_into(_step)

@@ -246,6 +246,10 @@ class Runtime:
             if self._overlap:
                 self._overlap.optimizer()
 
+    def read_small(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See the accelerator's."""
+        return self._accelerator.read_small(tensor)
+
     def will_vanish(self, tensor: torch.Tensor) -> None:
         self.manager.movable.will_vanish(tensor)
 

@@ -167,6 +167,11 @@ class Accelerator(ABC):
         """
         raise NotImplementedError(f"{self.name}: no tensors over host memory")
 
+    def read_small(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What ``tensor.to("cpu", non_blocking=True)`` is, written by a kernel on the current stream: it does not wait
+        for the copies that are queued. None where the device has no such way, or not for such a tensor."""
+        return None
+
     def swapped_memory(self, nbytes: int) -> torch.Tensor:
         """Like ``map_host``, where the memory must come from the device's driver: a flat uint8 device tensor over new
         host memory, which ``copy`` takes as host memory. Made once and kept. Raises MemoryError."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sysconfig
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from mindspeed_swap.core.pcie import pcie_link_bytes_per_ms
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.log import say
 from mindspeed_swap.units import format_bytes
+
+# What a kernel reads back past the copy engines, and how many of these are kept until it has surely run.
+MOST_SMALL_BYTES, SMALL_KEPT = 64 << 10, 256
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -78,6 +82,7 @@ class CudaAccelerator(TorchAccelerator):
         torch.cuda.init()
         super().__init__(torch.cuda, _build_guard, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
         self._memcpy = _memcpy()
+        self._small: deque[torch.Tensor] = deque(maxlen=SMALL_KEPT)
         self._cycles_per_ms: float | None = None
 
     def record(self, stream: Any) -> Any:
@@ -125,6 +130,16 @@ class CudaAccelerator(TorchAccelerator):
         if tensor.data_ptr() != host.data_ptr():  # torch has made a copy elsewhere, which nobody would ever see
             raise RuntimeError(f"{self._device} cannot use host memory at {host.data_ptr():#x} in place")
         return tensor
+
+    def read_small(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        nbytes = tensor.numel() * tensor.itemsize
+        if not 0 < nbytes <= MOST_SMALL_BYTES or tensor.dtype not in (torch.int32, torch.int64):
+            return None
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        self._small.append(host)  # pinned memory is handed out again as soon as it is dropped, read or not
+        # Not ``copy_``: between two addresses that is the copy engine's.
+        torch.add(tensor.detach(), 0, out=self.map_host(host).view(tensor.dtype).view(tensor.shape))
+        return host.view(tensor.dtype).view(tensor.shape)
 
     def link_limit_bytes_per_ms(self) -> float | None:
         # NVML knows the device by this, whatever CUDA_VISIBLE_DEVICES renumbers.
