@@ -18,7 +18,7 @@ _NAME = "maybe_move_tensor_to_cpu"
 
 @in_place_of
 def _maybe_move_tensor_to_cpu(original: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    found = runtime.get().read_small(tensor) if torch.is_tensor(tensor) and tensor.is_cuda else None
+    found = runtime.get().read_small(tensor) if torch.is_tensor(tensor) else None
     if found is None:
         return original(tensor, as_numpy, record_stream)
     if record_stream:

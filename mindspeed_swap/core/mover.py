@@ -240,14 +240,17 @@ class Mover:
 
     def finish_load(self, saved: SavedTensor, *, prefetched: bool) -> None:
         """RETURNING -> DEVICE: backward reads it. From now on the device copy is the truth."""
-        stream = self.accelerator.compute_stream()
-        if prefetched:
-            self._reads.append((self.accelerator.record(stream), saved.loaded))
-        self._hold_up(Wait.USE_AFTER_LOAD, stream, saved.loaded, saved)
+        stream, loaded = self.accelerator.compute_stream(), saved.loaded
+        if self.recorder is None and self.accelerator.done(loaded):
+            loaded = None  # as nearly always where the device waits for the host: marks and waits would cost it more
+        else:
+            if prefetched:
+                self._reads.append((self.accelerator.record(stream), loaded))
+            self._hold_up(Wait.USE_AFTER_LOAD, stream, loaded, saved)
         buffer, saved.buffer = saved.buffer, None
         assert buffer is not None
         saved.adopt(buffer)
-        self._free_block(saved, saved.loaded)
+        self._free_block(saved, loaded)
         saved.copied = None  # compute has waited for it, and for what came after it
         self._move(saved, State.DEVICE)
 
@@ -262,7 +265,7 @@ class Mover:
                 self.stats.late_loads += 1
         self._reads = undone
 
-    def _free_block(self, saved: SavedTensor, after: Event) -> None:
+    def _free_block(self, saved: SavedTensor, after: Event | None) -> None:
         block, saved.block = saved.block, None
         assert block is not None
         self.pool.free(block, after)

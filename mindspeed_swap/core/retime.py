@@ -1,4 +1,4 @@
-"""A recorded step told as it is without recording, from how long the same step took when nobody recorded. Pure; no torch.
+"""A recorded step told as it is without recording, by how long the same step took when it was not recorded. No torch.
 
 host_lag.py takes out what recording is known to have taken the host. What it does not know of (caches, calls that are
 longer for it) is left where the device waits for the host, about as much at every point.

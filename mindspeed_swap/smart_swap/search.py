@@ -289,7 +289,7 @@ class SmartSwap:
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
         took_ms = trace.step_ms if self._timed_ms is None else self._timed_ms
-        facts = self._agree(0, trouble_of(stats), over, peak, took_ms)
+        facts = self._agree(0, trouble_of(stats, self.plan), over, peak, took_ms)
         if self._must_wait(facts):
             return False
         trouble, over = int(facts.trouble), int(facts.over)
@@ -383,7 +383,7 @@ class SmartSwap:
         if not self._saved and held:
             self._saved = stats.saved  # a loaded plan does not know
         other = held and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
-        self.peers.worst_later(self._figures(other, trouble_of(stats), 0, 0, 0), self.judge)
+        self.peers.worst_later(self._figures(other, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
         return False
 
     def judge(self, facts: Facts) -> bool:

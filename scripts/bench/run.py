@@ -102,7 +102,7 @@ class Call:
     def _keep_trace(self, point: Point, folder: Path) -> dict[str, Any]:
         """What plans were made from, for work on the planner where there is no such device."""
         for file in trace_files(str(folder)):
-            name = f"{self.workload.name}-{point.name}-{file.parent.name}.json.gz"
+            name = f"{self.workload.name}-{point.name}-{file.parent.name}.json.gz".replace("@", "-")
             (self.args.traces / name).write_bytes(gzip.compress(file.read_bytes(), mtime=0))
         return {}
 

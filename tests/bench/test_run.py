@@ -46,7 +46,7 @@ def test_runs_once_each(folder, capfd):
     assert "--out OUT" in data["command"] and "--known KNOWN" in data["command"]
     assert str(folder) not in data["command"]
     (kept,) = (folder / "traces").iterdir()
-    assert kept.name == "A-adaptive@0.81-rank0.json.gz"
+    assert kept.name == "A-adaptive-0.81-rank0.json.gz"
     trace = StepTrace.from_json(gzip.decompress(kept.read_bytes()).decode())
     assert max(point.peak_bytes for point in trace.points) == ours["peak_bytes"]["forward_backward"]
     # A second call has nothing left to do.

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted(path.stem for path in (ROOT / "mindspeed_swap" / "core").glob("*.py") if path.stem != "__init__")
-PURE = ("trace", "plan", "simulate", "solve", "sweeps", "windows")
+PURE = ("trace", "plan", "retime", "simulate", "solve", "sweeps", "windows")
 FOREIGN = ("megatron", "apex", "transformer_engine", "torch_npu", "triton")
 
 

@@ -32,7 +32,8 @@ def test_the_same_values_in_page_locked_memory(accelerator, dtype, shape):
     assert torch.equal(found, turned.cpu())
 
 
-def test_what_is_large_or_no_integer_is_left_to_others(accelerator):
+def test_what_is_large_no_integer_or_elsewhere_is_left_to_others(accelerator):
+    assert accelerator.read_small(torch.arange(8)) is None
     large = torch.zeros(MOST_SMALL_BYTES // 8 + 1, dtype=torch.int64, device="cuda")
     assert accelerator.read_small(large) is None
     assert accelerator.read_small(torch.zeros(8, device="cuda")) is None

@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-from mindspeed_swap import runtime  # noqa: E402
-from mindspeed_swap.patches import moe  # noqa: E402
-from mindspeed_swap.patches.registry import Installed  # noqa: E402
+from mindspeed_swap import runtime
+from mindspeed_swap.patches import moe
+from mindspeed_swap.patches.registry import Installed
 
 
 class OnDevice(torch.Tensor):

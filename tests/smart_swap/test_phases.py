@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from steps import executed, peak, run, settle
@@ -10,7 +11,7 @@ from traces import MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, trouble_of
 from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
@@ -608,3 +609,14 @@ def test_a_step_of_another_size_on_one_rank_changes_no_plan(apart):
     )
     assert one.phase is other.phase is Phase.STABLE
     assert one.plan == other.plan and len(one.tries) == len(other.tries)
+
+
+@pytest.mark.parametrize(
+    "swaps, loads, trouble", [(0, 1, 1), (19, 1, 1), (20, 1, 0), (20, 2, 1), (80, 4, 0), (80, 7, 3)]
+)
+def test_of_many_swaps_a_few_may_be_loaded_on_demand(swaps, loads, trouble):
+    """What experts save, and so what is read next, differs from step to step; that is no other workload."""
+    plan = SimpleNamespace(swaps=(None,) * swaps)
+    assert trouble_of(StepStats(on_demand_loads=loads), plan) == trouble
+    assert trouble_of(StepStats(on_demand_loads=loads, evictions=1, skipped_prefetches=2), plan) == trouble + 3
+    assert trouble_of(StepStats(on_demand_loads=loads), None) == loads
