@@ -177,7 +177,7 @@ class Runtime:
         if order.record and self._overlap:
             self._overlap.settle()  # what is on its way out is not what the step begins with
         trace = self._new_trace(self._optimizer) if order.record else None
-        begin(order.plan, trace=trace, read_order=order.read_order, spare_bytes=order.spare_bytes)
+        begin(order.plan, trace=trace, read_order=order.read_order, light=True)
 
     def microbatch(self, model: Any) -> Any:
         """Forward of one microbatch. Outside a training step (evaluation) and without gradients it is nothing."""

@@ -25,7 +25,7 @@ class ModuleCalls:
         self.random = RandomState()  # a framework with generators of its own puts a subclass here
         self._planned: set[ModuleKey] = set()  # to be recomputed
         self._names: set[str] = set()  # of these modules
-        self._has_borders = False  # there is something to do where modules begin and end
+        self._has_borders = self._observed = False  # something is to be done where modules begin and end; to be seen
         self._manager = manager
         self._call: Call | None = None  # of those, the one whose forward runs
         self._around: Call | None = None  # a pointwise one: a module inside it runs
@@ -34,12 +34,12 @@ class ModuleCalls:
         self._on_module: Callable[[tuple[Any, Any]], tuple[Any] | None] | None = None
         self._runs_again = 0  # how many are running, one inside the other
 
-    def follow(self, plan: Plan | None, borders: bool) -> None:
-        """``borders``: the manager has something to do, or to see, where modules begin and end."""
+    def follow(self, plan: Plan | None, borders: bool, observed: bool) -> None:
+        """The manager has something to do where modules begin and end; or all is to be seen."""
         self._planned = {recompute.key for recompute in plan.recomputes} if plan else set()
         names = {plain_name(key) for key in self._planned}
         self._names = names | {name.removesuffix(POINTWISE) for name in names}
-        self._has_borders = borders
+        self._has_borders, self._observed = borders or observed, observed
 
     def call(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -59,8 +59,13 @@ class ModuleCalls:
                 return answer[0]
             with may_stop(args):
                 return function(*args, **kwargs)
-        if not self._has_borders and self._call is None and self._around is None and name not in self._names:
-            return function(*args, **kwargs)
+        if not self._observed and self._call is None and self._around is None and name not in self._names:
+            if not self._has_borders:
+                return function(*args, **kwargs)
+            self._manager.reach(scope.module_border())
+            result = function(*args, **kwargs)
+            self._manager.reach(scope.module_border())
+            return result
         key = scope.next_call(name)
         if self._has_borders:
             self._manager.at(scope.module_border())
@@ -151,6 +156,11 @@ class ModuleCalls:
             self._on_module = outer
 
     # ---- for the hooks of the manager
+    @property
+    def gives(self) -> bool:
+        """What is saved may be an output of a call that can make it again."""
+        return bool(self._produced)
+
     def next_save(self) -> int | None:
         """Number of a save within the call that will run again; None outside. In a module inside a pointwise call only
         what it was given counts."""

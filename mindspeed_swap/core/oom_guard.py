@@ -64,7 +64,7 @@ class OomGuard:
         del attempt  # the allocator bounds them
         if self.spare is not None and self.spare():
             return True
-        return self._manager.evict(nbytes) > 0 or (self._manager.may_evict and self._accelerator.take_room())
+        return self._manager.evict(nbytes) > 0 or (self._manager.evicting.allowed and self._accelerator.take_room())
 
     def _evict_ahead(self, interval: Interval) -> None:
         # Several requests of one interval can live at once: what counts is how far it went above where it began.

@@ -131,6 +131,7 @@ class Agenda:
         self.at_modules = any(point.ordinal < MODULE_BORDER for point in points)
         # Saves at which something is to be done.
         self.anchors = {Key(*point[1:]) for point in points if point.ordinal >= 0}
+        self.saves = self.anchors | self.swaps.keys()  # and those that are to move
         self.releases: dict[Position, list[Key]] = {}
         self.prefetches: dict[Position, list[Key]] = {}
         for swap in self.swaps.values():

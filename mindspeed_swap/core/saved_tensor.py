@@ -195,21 +195,31 @@ class Handle:
 class Passed:
     """A tensor that is not ours to move, with the version check that hooks switch off.
 
-    Holds a detached alias (a leaf Parameter itself: some backward functions need its attributes).
+    Holds a detached alias (a leaf Parameter itself: some backward functions need its attributes). Of a loose one,
+    see loose.py, until it is taken up.
     """
 
-    __slots__ = ("anchor", "tensor", "version")
+    __slots__ = ("__weakref__", "anchor", "handle", "key", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, anchor: Key | None = None) -> None:
         """``anchor``: name of the save, where the plan wants something done when it is read."""
         self.version: int = tensor._version
         self.anchor = anchor
+        # Of a loose one (loose.py): its name until it is read, whose memory it is, and what is read if it was taken up.
+        self.key: Key | None = None
+        self.stream: Stream = None
+        self.handle: Handle | None = None
+        self.tensor: torch.Tensor | None
         self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
-    def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise modified_in_place(self.tensor, None if self.tensor.is_nested else self.tensor.shape, self.version)
-        return self.tensor
+    def get(self) -> torch.Tensor | None:
+        """None: it was taken up, see ``handle``."""
+        tensor = self.tensor
+        if tensor is None:
+            return None
+        if tensor._version != self.version:
+            raise modified_in_place(tensor, None if tensor.is_nested else tensor.shape, self.version)
+        return tensor if self.stream is None else tensor.detach()  # as SavedTensor.view
 
 
 def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: int) -> RuntimeError:

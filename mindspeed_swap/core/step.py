@@ -13,7 +13,8 @@ NAMELESS = -1  # ordinals of nameless keys are below
 class StepStats:
     """What happened to saved tensors since ``begin_step``."""
 
-    saved: int = 0
+    saves: int = 0  # by autograd, whatever of
+    saved: int = 0  # tensors that could be moved and are in the books (those that are loose are not)
     most_saved_bytes: int = 0  # alive at once, wherever their bytes were
     offloaded_bytes: int = 0
     loaded_bytes: int = 0
@@ -24,7 +25,6 @@ class StepStats:
     evicted_bytes: int = 0
     ineffective_bytes: int = 0  # released by the plan while somebody else held the storage
     recomputed_calls: int = 0
-    ran_short: int = 0  # of ``spare_bytes``, so that what was saved from then on was held
     host_full: int = 0  # kept on the device because the host budget was used up
 
 

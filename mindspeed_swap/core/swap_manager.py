@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from mindspeed_swap.core.accelerator.base import Accelerator, Interval, Stream
+from mindspeed_swap.core.evicting import Evicting
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.live_tensors import LiveTensors
+from mindspeed_swap.core.loose import Loose
 from mindspeed_swap.core.module_calls import ModuleCalls
 from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
@@ -57,9 +59,9 @@ class SwapManager:
         self.live, self._strays = LiveTensors(), Strays()
         self.scope: Scope | None = None
         self.calls, self._agenda = ModuleCalls(self), Agenda()
-        self._spare_bytes: int | None = None  # see change_plan; None: all is held
+        self.loose, self._is_light = Loose(self), False
         self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
-        self._thread = threading.local()
+        self.evicting = Evicting(self._lock)
         self._recording_ms = 0.0  # of the host, in the last recorded step
         self.clock = StepClock(accelerator)
 
@@ -76,30 +78,31 @@ class SwapManager:
     # ---- the step
     def begin_step(self, plan: Plan | None = None, **how: Any) -> None:
         """Start a step under a plan (None: keep everything). ``how``: as of ``change_plan``."""
-        self._drain()
+        self.drain()
         with self._lock:
             self.scope = None
             self.live.by_key.clear()
+            self.loose.clear()
             self._mover.stats = StepStats()
         self.clock.begin()
         self.change_plan(plan, **how)
 
     def change_plan(
         self, plan: Plan | None, *, trace: StepTrace | None = None, read_order: Mapping[Key, int] | None = None,
-        spare_bytes: int | None = None,
+        light: bool = False,
     ) -> None:  # fmt: skip
         """In the middle of a step, for what is saved from now on. ``trace``: to record it into. ``read_order`` (Key ->
-        when backward reads it) tells eviction what is needed last. With ``spare_bytes`` what autograd saves is passed
-        through, so cannot be pushed out, as long as more of the device than that is left where a layer begins."""
+        when backward reads it) tells eviction what is needed last. ``light``: what the plan does not want is loose, see
+        loose.py, if nobody wants to see it."""
         with self._lock:
             self._agenda = Agenda(plan.swaps if plan else ())
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
-        self._spare_bytes = spare_bytes
         observed = trace is not None or self.on_interval is not None
+        self._is_light = light and not observed
         self._has_points = observed or bool(self._agenda.swaps)
         self._has_plan = plan is not None and bool(plan.swaps or plan.recomputes)
-        self.calls.follow(plan, observed or self._agenda.at_modules)
+        self.calls.follow(plan, self._agenda.at_modules, observed)
 
     def end_step(self) -> tuple[StepStats, StepTrace | None]:
         self.at(Position(OPTIMIZER, 0, 0, OUTSIDE, EXIT))
@@ -121,7 +124,7 @@ class SwapManager:
         self.scope = scope
         try:
             self.at(scope.border(ENTER))
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.unpack)
             with span("forward of microbatch", microbatch), hooks:
                 yield
             self.at(scope.border(EXIT))
@@ -139,8 +142,6 @@ class SwapManager:
             yield
             return
         outer, scope.layer = scope.layer, number
-        if self._spare_bytes is not None and self.accelerator.memory().left_bytes <= self._spare_bytes:
-            self._spare_bytes, self.stats.ran_short = None, 1
         try:
             self.at(scope.border(ENTER))
             with span("forward of layer", number):
@@ -170,19 +171,21 @@ class SwapManager:
             return Passed(tensor)
         ordinal = scope.next_ordinal()
         number = self.calls.next_save()
-        storage = self.movable.storage_of(tensor) if self._spare_bytes is None else None
-        if storage is None and not self._agenda.anchors:
-            return Passed(tensor)
+        self._mover.stats.saves += 1
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
+        is_loose = self._is_light and number is None and key not in self._agenda.saves and not self.calls.gives
+        if is_loose and (passed := self.loose.pack(tensor, key)) is not None:
+            return passed
+        storage = self.movable.storage_of(tensor)
         if storage is None:
             if key not in self._agenda.anchors:
                 return Passed(tensor)
-            self._act(new(Position, (FORWARD, *key)))  # an expert had no tokens: what is planned here is done anyway
+            self.act(new(Position, (FORWARD, *key)))  # an expert had no tokens: what is planned here is done anyway
             return Passed(tensor, key)
         position: Position | None = new(Position, (FORWARD, *key)) if self._has_points else None
         self._close(position)
         handle = self._keep(tensor, storage, key, number)
-        self._act(position)
+        self.act(position)
         return handle
 
     def hold(self, tensor: torch.Tensor) -> Handle | Passed:
@@ -197,8 +200,7 @@ class SwapManager:
             saved = self.live.find(tensor, storage)
             known = saved is not None
             if saved is None:
-                saved = self.live.add(tensor, storage, key, self.accelerator.compute_stream())
-                self._mover.born(saved)
+                saved = self.took_up(tensor, storage, key, self.accelerator.compute_stream())
             elif saved.key.ordinal <= NAMELESS < key.ordinal:
                 self._name(saved, key)
             elif self._mover.recorder:
@@ -209,6 +211,12 @@ class SwapManager:
             if not known and self._has_plan and key.ordinal > NAMELESS:
                 self._follow_plan(saved, number)
         return handle
+
+    def took_up(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, stream: Stream) -> SavedTensor:
+        """Of a loose one, now in the books."""
+        saved = self.live.add(tensor, storage, key, stream)
+        self._mover.born(saved)
+        return saved
 
     def _name(self, saved: SavedTensor, key: Key) -> None:
         """An argument of a call that will run again is saved for the first time."""
@@ -228,27 +236,24 @@ class SwapManager:
             saved.release = swap.release
             self._mover.offload(saved)
 
-    def _unpack(self, packed: Handle | Passed) -> torch.Tensor:
+    def unpack(self, packed: Handle | Passed) -> torch.Tensor:
         if isinstance(packed, Passed):
-            if (anchor := packed.anchor) is not None:
-                packed.anchor = None
-                self._act(new(Position, (BACKWARD, *anchor)))
-            return packed.get()
+            return self.loose.unpack(packed)
         first = not packed.read
         packed.read = True
         position: Position | None = new(Position, (BACKWARD, *packed.key)) if first and self._has_points else None
         self._close(position)
         view = self._read(packed, first)
-        self._act(position)  # what is released here makes room for a module that runs again now
+        self.act(position)  # what is released here makes room for a module that runs again now
         if view is None:
             view = self.fetch(packed, first)
-        if first and self._strays:
-            self._look_ahead(packed.key)
+        if first:
+            self.look_ahead(packed.key)
         return view
 
     def fetch(self, packed: Handle | Passed, first: bool = False) -> torch.Tensor:
         if isinstance(packed, Passed):
-            return packed.get()
+            return self.loose.unpack(packed)
         prefetched = True
         while (view := self._read(packed, first, prefetched=prefetched)) is None:
             if (call := packed.saved.again) is not None:
@@ -287,14 +292,18 @@ class SwapManager:
             return saved.view(packed)
 
     # ---- points
+    def reach(self, position: Position) -> None:
+        """``at``, where something is planned there."""
+        if position in self._agenda.releases or position in self._agenda.prefetches:
+            self.at(position)
+
     def at(self, position: Position) -> None:
         self._close(position)
-        self._act(position)
+        self.act(position)
 
     def _close(self, position: Position | None) -> None:
         """The interval that led here is over. (None: there is nothing to do, or to see, at the points of this step.)"""
-        if self.live.dead or self._mover.lingering:
-            self._drain()
+        self.tidy()
         recorder = self._mover.recorder
         if position is not None and (recorder or self.on_interval):
             interval = (recorder or self.accelerator).take_interval()
@@ -305,7 +314,7 @@ class SwapManager:
             if self.on_interval:
                 self.on_interval(interval)
 
-    def _act(self, position: Position | None) -> None:
+    def act(self, position: Position | None) -> None:
         """What the plan wants at this position. Each entry is used once."""
         if position is None:
             return
@@ -329,15 +338,15 @@ class SwapManager:
     def _prefetch(self, saved: SavedTensor) -> None:
         if self.accelerator.compute_stream() == saved.stream:  # else memory of this stream would be read on that one
             # A prefetch that would push others out is worse than a late load.
-            with self.without_evicting(), suppress(torch.OutOfMemoryError):
+            with self.evicting.off(), suppress(torch.OutOfMemoryError):
                 self._mover.load(saved)
                 return
         self.stats.skipped_prefetches += 1
         self._strays.add(saved)
 
-    def _look_ahead(self, key: Key) -> None:
+    def look_ahead(self, key: Key) -> None:
         """Fetch what was pushed out and is wanted soon, as far as there is room. Needs the order of a recorded step."""
-        for saved in self._strays.wanted_after(key):
+        for saved in self._strays.wanted_after(key) if self._strays else ():
             if self.accelerator.memory().left_bytes < saved.nbytes + self.headroom_bytes:
                 return
             self._strays.remove(saved)
@@ -345,7 +354,11 @@ class SwapManager:
                 self._prefetch(saved)
 
     # ---- the end of a saved tensor
-    def _drain(self) -> int:
+    def tidy(self) -> None:
+        if self.live.dead or self._mover.lingering:
+            self.drain()
+
+    def drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
         with self._lock:
             freed = sum(self._mover.bury(saved) for saved in self.live.ended())
@@ -357,16 +370,17 @@ class SwapManager:
     def evict(self, nbytes: int) -> int:
         """Push kept tensors out until ``nbytes`` were freed or none is left: what backward needs last first (before an
         order is known, what was saved first), if our reference is the last. Returns the bytes given up."""
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            return 0  # a finaliser allocates while this thread is inside a move: its books are not to be read now
-        freed = self._drain()
-        if not self.may_evict:
+        if self.evicting.inside:
+            return 0
+        freed = self.drain()
+        if not self.evicting.allowed:
             return freed
         with self._lock:
             if freed < nbytes:
                 freed += self._mover.free_lingering(wait=True)
             if freed >= nbytes:
                 return freed
+            self.loose.take_up()
             for saved in self._strays.last_read_first(self.live.by_serial.values()):
                 if given_up := self._mover.evict(saved):
                     freed += given_up
@@ -377,23 +391,8 @@ class SwapManager:
                     break
         return freed
 
-    @property
-    def may_evict(self) -> bool:
-        """Allocations of this thread are worth it. (Not a finaliser's, inside a move.)"""
-        inside = self._lock._is_owned()  # type: ignore[attr-defined]
-        return not (inside or getattr(self._thread, "may_not_evict", False))
-
-    @contextmanager
-    def without_evicting(self) -> Iterator[None]:
-        """Allocations of this thread rather fail."""
-        self._thread.may_not_evict = True
-        try:
-            yield
-        finally:
-            self._thread.may_not_evict = False
-
     def close(self) -> None:
         """Let go of everything. Saved tensors still in a graph can no longer be read back after this."""
-        self._drain()
+        self.drain()
         self._mover.close()
         self._agenda = Agenda()

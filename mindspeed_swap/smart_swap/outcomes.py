@@ -31,17 +31,6 @@ class StepOrder:
     record: bool
     read_order: Mapping[Key, int]
     host_bytes: int  # that the plan needs
-    spare_bytes: int | None = None  # as long as more are left, what autograd saves is not held to be pushed out
-
-
-def spare_bytes(activation_bytes: int, room_bytes: int) -> int | None:
-    """Of a step in which nothing is to move: see StepOrder. ``activation_bytes``: what it needs beyond what there is
-    between steps (0: not known); ``room_bytes``: what it leaves.
-
-    If the activations could take as much again, nothing will have to be pushed out, and to be ready for that would cost
-    a step that waits for the host some percent of its time. Should it come otherwise, half of that room is left when it
-    is seen."""
-    return activation_bytes // 2 if 0 < activation_bytes <= room_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,6 @@ from mindspeed_swap.smart_swap.outcomes import (
     StepOrder,
     Try,
     WarmUp,
-    spare_bytes,
     trouble_of,
 )
 from mindspeed_swap.smart_swap.peers import Facts, Peers
@@ -98,9 +97,7 @@ class SmartSwap:
     _learned_reserve_bytes: int | None = None  # what AUTO leaves free, once a try has shown how exact predictions are
     _peer_lacks_more: float = 0.0  # than we do: bytes of the step without swap above the target
     _accepted_trouble: int = 0  # of the plan that Stable runs: no plan without was found if it is above 0
-    _saved: int = 0  # tensors, in the step that the plan was made from
-    _activation_bytes: int = 0  # what that step needed beyond what there is between steps
-    _spare_bytes: int | None = None  # of the step that runs
+    _saves: int = 0  # in the step that the plan was made from
     _bad_steps: int = 0
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
@@ -123,9 +120,7 @@ class SmartSwap:
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
         record = self.phase is not Phase.STABLE and not self._unrecorded
-        idle = self.phase is Phase.STABLE and self.plan is not None and not self.plan.text
-        self._spare_bytes = spare_bytes(self._activation_bytes, self.capacity_bytes - self.peak_bytes) if idle else None
-        return StepOrder(self.plan, record, self._read_order, host_bytes, self._spare_bytes)
+        return StepOrder(self.plan, record, self._read_order, host_bytes)
 
     @property
     def times(self) -> bool:
@@ -139,10 +134,8 @@ class SmartSwap:
 
     def _took(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None) -> bool:
         self.steps += 1
-        if self._spare_bytes is None:
+        if trace is not None:  # all was in the books
             self._saved_bytes.append(stats.most_saved_bytes)
-        elif stats.ran_short:
-            self._activation_bytes = 0  # no longer known: until a search follows, all is held
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         if self._unrecorded:
@@ -155,7 +148,7 @@ class SmartSwap:
             trace = retimed(trace, self._timed_ms)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
-        self._saved = stats.saved
+        self._saves = stats.saves
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
         self._timed_ms = None
         if self.settles and self.phase is not Phase.STABLE:
@@ -216,7 +209,6 @@ class SmartSwap:
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
-        self._activation_bytes = self.peak_bytes - trace.static_bytes
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
@@ -379,10 +371,9 @@ class SmartSwap:
     # ---- Stable
     def _watch(self, stats: StepStats) -> bool:
         self.stable.add(stats)
-        held = self._spare_bytes is None
-        if not self._saved and held:
-            self._saved = stats.saved  # a loaded plan does not know
-        other = held and abs(stats.saved - self._saved) > self.policy.op_diff_thresh * self._saved
+        if not self._saves:
+            self._saves = stats.saves  # a loaded plan does not know
+        other = abs(stats.saves - self._saves) > self.policy.op_diff_thresh * self._saves
         self.peers.worst_later(self._figures(other, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
         return False
 

@@ -220,7 +220,7 @@ class Overlap:
         self._loading = True
         try:
             # A buffer that would push activations out is left for the optimizer's step.
-            with self._manager.without_evicting() if self._manager else contextlib.nullcontext():
+            with self._manager.evicting.off() if self._manager else contextlib.nullcontext():
                 for pipeline in self._pipelines:
                     while pipeline.comes_ahead and pipeline.wants_more:
                         size = pipeline.next_buffer_bytes

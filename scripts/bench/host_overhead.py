@@ -88,7 +88,7 @@ class Chain:
         torch.cuda.synchronize()
         begin = time.perf_counter()
         if manager is not None:
-            manager.begin_step(plan, trace=trace)
+            manager.begin_step(plan, trace=trace, light=True)  # as in training
         with manager.forward(0) if manager is not None else nullcontext():
             value = self.start
             for number in range(1, self.layers + 1):

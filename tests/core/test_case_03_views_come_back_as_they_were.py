@@ -37,7 +37,7 @@ def test_case_03_a_view_returns_with_its_geometry(sim, name):
         handle = manager._pack(view)
         del base, view
     assert handle.saved.state is State.HOST and not handle.saved.held_elsewhere()
-    found = manager._unpack(handle)
+    found = manager.unpack(handle)
     assert (found.shape, found.stride(), found.storage_offset(), found.dtype) == geometry
     assert_equal_bits(found, expected)
     assert found.untyped_storage().nbytes() == handle.saved.nbytes

@@ -36,7 +36,7 @@ def test_case_04_strides_and_alignment(sim):
     manager = new_manager(sim, min_bytes=1)
     saved: list[tuple] = []
     returned: list[tuple] = []
-    pack, unpack = manager._pack, manager._unpack
+    pack, unpack = manager._pack, manager.unpack
 
     def note(tensor):
         return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.data_ptr() % 16
@@ -60,7 +60,7 @@ def test_case_04_strides_and_alignment(sim):
 
     plan = swap_all(trace)
     assert plan.swaps
-    manager._pack, manager._unpack = watched_pack, watched_unpack
+    manager._pack, manager.unpack = watched_pack, watched_unpack
     outcome = run_step(body, [leaf], manager, plan)
     assert outcome.stats.offloaded_bytes == plan.swap_bytes
     assert len(returned) >= len(saved) - 2

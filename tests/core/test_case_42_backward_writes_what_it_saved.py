@@ -68,9 +68,9 @@ def test_case_42_written_evicted_and_read_again(sim):
     del base
     for _ in range(2):
         assert manager.evict(1 << 40) == 64 * 64 * 4
-        found = manager._unpack(handle)
+        found = manager.unpack(handle)
         if _ == 0:
             found.data.mul_(2.0)
         del found
     assert manager.evict(1 << 40) == 64 * 64 * 4
-    assert torch.equal(manager._unpack(handle), expected)
+    assert torch.equal(manager.unpack(handle), expected)

@@ -142,7 +142,7 @@ def test_random_moves_of_many_tensors(sim, seed):
                 elif saved.state is State.HOST:
                     manager._prefetch(saved)
             else:
-                found = manager._unpack(handle)
+                found = manager.unpack(handle)
                 assert torch.equal(found, expected)
                 if action == "write":
                     found.data.neg_()
@@ -152,7 +152,7 @@ def test_random_moves_of_many_tensors(sim, seed):
             del handle
     found = view = tensor = saved = None
     for handle, expected in handles:
-        assert torch.equal(manager._unpack(handle), expected)
+        assert torch.equal(manager.unpack(handle), expected)
     del handle, found, view, tensor, saved
     handles.clear()
     keep.clear()
@@ -177,7 +177,7 @@ def test_threads_that_save_read_and_evict(sim):
                 if len(handles) > 6:
                     handles.pop(rng.randrange(len(handles)))
                 handle, value = rng.choice(handles)
-                assert bool((manager._unpack(handle) == value).all())
+                assert bool((manager.unpack(handle) == value).all())
                 del handle
         except BaseException as error:
             errors.append(error)
@@ -222,7 +222,7 @@ def test_a_tensor_pushed_out_between_load_and_read_is_loaded_again(sim, monkeypa
             assert saved.state is State.HOST
 
     monkeypatch.setattr(manager._mover, "load", loses_it_twice)
-    assert torch.equal(manager._unpack(handle), expected)
+    assert torch.equal(manager.unpack(handle), expected)
     assert len(loads) == 3
 
 
@@ -276,7 +276,7 @@ def test_waits_are_on_the_stream_the_memory_belongs_to(sim, monkeypatch):
     waits.clear()
     assert manager.evict(1 << 40) > 0 and waits == [-1]
     current[0] = -1
-    assert torch.equal(manager._unpack(handle), expected)
+    assert torch.equal(manager.unpack(handle), expected)
 
 
 def test_keys_are_counted_before_any_filter(sim):

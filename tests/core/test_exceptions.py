@@ -81,9 +81,9 @@ def test_no_room_to_read_back(sim):
     del tensor
     assert manager.evict(1 << 40) > 0
     with capacity(device.memory_allocated() + 100), pytest.raises(torch.OutOfMemoryError):
-        manager._unpack(handle)
+        manager.unpack(handle)
     assert handle.saved.state is State.HOST
-    assert torch.equal(manager._unpack(handle), expected)
+    assert torch.equal(manager.unpack(handle), expected)
 
 
 def test_a_copy_that_cannot_be_queued(sim, monkeypatch):
@@ -167,4 +167,4 @@ def test_a_finaliser_that_allocates_inside_a_move(sim):
     assert manager.evict(1 << 40) == 3 * 64 * 64 * 4
     assert set(answers) == {0}
     for handle in handles:
-        assert manager._unpack(handle).shape == (64, 64)
+        assert manager.unpack(handle).shape == (64, 64)

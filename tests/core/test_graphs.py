@@ -260,7 +260,7 @@ def test_two_saved_tensors_on_one_storage(sim):
     freed = [manager._mover.release(handle.saved, planned=False) for handle in handles]
     assert freed == [4 * SIZE * SIZE] * 2 and not handles[1].saved.held_elsewhere()
     for handle in handles:
-        assert torch.equal(manager._unpack(handle).view(SIZE, SIZE), expected)
+        assert torch.equal(manager.unpack(handle).view(SIZE, SIZE), expected)
 
 
 def test_in_place_operations_of_the_forward(sim):

@@ -54,10 +54,10 @@ def test_no_room_no_look_ahead(sim):
         manager.evict(1 << 40)
     device.set_capacity(device.memory_allocated() + 16)
     key = next(iter(sorted(order, key=order.__getitem__)))
-    manager._look_ahead(key)
+    manager.look_ahead(key)
     assert manager.stats.loaded_bytes == 0 and manager.stats.skipped_prefetches == 0
     device.set_capacity(64 << 30)
-    manager._look_ahead(key)
+    manager.look_ahead(key)
     assert manager.stats.loaded_bytes > 0
     loss.backward()
     manager.end_step()
@@ -71,7 +71,7 @@ def test_as_far_as_one_layer(sim):
     with manager.forward(0):
         loss = body(manager.layer)
         manager.evict(1 << 40)
-    manager._look_ahead(next(iter(sorted(order, key=order.__getitem__))))
+    manager.look_ahead(next(iter(sorted(order, key=order.__getitem__))))
     assert 0 < manager.stats.loaded_bytes <= LOOK_AHEAD_READS * 32 * 64 * 4
     loss.backward()
     manager.end_step()

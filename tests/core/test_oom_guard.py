@@ -166,7 +166,7 @@ def test_a_prefetch_does_not_push_others_out(sim):
         manager._prefetch(handles[0].saved)
         assert manager.stats.skipped_prefetches == 1
         assert [handle.saved.state.value for handle in handles] == ["host", "device"]
-        manager._unpack(handles[0])  # on demand it does
+        manager.unpack(handles[0])  # on demand it does
         assert [handle.saved.state.value for handle in handles] == ["device", "host"]
     guard.close()
 
@@ -195,7 +195,7 @@ def test_the_room_is_taken_when_nothing_is_left_to_evict(sim, monkeypatch):
     guard = OomGuard(manager)
     assert [guard._on_pressure(10, attempt) for attempt in range(3)] == [True, True, False]
     assert order == ["evict", "evict", "room", "evict", "room"]
-    with manager.without_evicting():
+    with manager.evicting.off():
         assert not guard._on_pressure(10, 0)
     assert order[5:] == ["evict"], "an allocation that may as well fail takes nothing"
     guard.close()

@@ -148,8 +148,8 @@ def test_what_is_released_where_a_module_runs_again_makes_room_for_it(sim):
     plan = by_name(trace, ["layer"])
     runs = {module.run for module in modules_of(trace) if module.record.key.name == "layer"}
     order = []
-    act, run_again = manager._act, manager.calls.run_again
-    manager._act = lambda position: (order.append(position), act(position))[1]
+    act, run_again = manager.act, manager.calls.run_again
+    manager.act = lambda position: (order.append(position), act(position))[1]
     manager.calls.run_again = lambda call, wanted: (order.append(call.key), run_again(call, wanted))[1]
     model.step(manager, plan, record=True)  # without swaps nobody else wants to know of positions
     for run in runs:

@@ -71,7 +71,7 @@ def release_after_offload(waits) -> bool:
     assert handle.saved.state is State.HOST
     reused = [torch.full((NUMBERS,), -1.0) for _ in range(4)]  # as the next layer would
     device.synchronize()
-    right = torch.equal(manager._unpack(handle), content(1))
+    right = torch.equal(manager.unpack(handle), content(1))
     del reused
     return right
 
@@ -81,7 +81,7 @@ def use_after_load(waits) -> bool:
     manager = new_manager(SimAccelerator(), skip_waits=waits)
     manager.begin_step(plan_of(0))
     (handle,) = save(manager, on_device(1))
-    return torch.equal(manager._unpack(handle), content(1))
+    return torch.equal(manager.unpack(handle), content(1))
 
 
 def slab_after_copy(waits) -> bool:
@@ -93,7 +93,7 @@ def slab_after_copy(waits) -> bool:
     (first,) = save(manager, on_device(1))
     device.synchronize()
     accelerator.ahead = True
-    back = manager._unpack(first)  # the copy back is queued, and read only later
+    back = manager.unpack(first)  # the copy back is queued, and read only later
     with manager.forward(1):  # not in the plan
         second = manager._pack(on_device(2))
     manager._mover.offload(second.saved)
@@ -111,7 +111,7 @@ def death_while_leaving(waits) -> bool:
         handle = manager._pack(on_device(1))
         assert handle.saved.state is State.LEAVING
         del handle
-        manager._drain()
+        manager.drain()
     device.synchronize()
     return True
 
@@ -123,10 +123,10 @@ def death_after_staying(waits) -> bool:
     manager.begin_step(plan_of(0, release=NEVER))
     with manager.forward(0):
         handle = manager._pack(on_device(1))
-        right = torch.equal(manager._unpack(handle), content(1))
+        right = torch.equal(manager.unpack(handle), content(1))
         assert handle.saved.state is State.DEVICE
         del handle
-        manager._drain()
+        manager.drain()
     device.synchronize()
     return right
 
@@ -139,7 +139,7 @@ def death_while_returning(waits) -> bool:
     manager._prefetch(handle.saved)
     assert handle.saved.state is State.RETURNING
     del handle
-    manager._drain()
+    manager.drain()
     reused = [torch.full((NUMBERS,), -1.0) for _ in range(4)]
     device.synchronize()
     return all(bool((tensor == -1.0).all()) for tensor in reused)
@@ -153,7 +153,7 @@ def eviction_while_returning(waits) -> bool:
     manager._prefetch(handle.saved)
     assert manager.evict(1) == 4 * NUMBERS and handle.saved.state is State.HOST
     device.synchronize()
-    return torch.equal(manager._unpack(handle), content(1))
+    return torch.equal(manager.unpack(handle), content(1))
 
 
 def eviction_of_the_dead(waits) -> bool:
@@ -163,7 +163,7 @@ def eviction_of_the_dead(waits) -> bool:
     manager.begin_step(plan_of(0, release=NEVER))
     with manager.forward(0):
         manager._pack(on_device(1))
-        manager._drain()
+        manager.drain()
         assert manager.evict(1) == 4 * NUMBERS or waits
     device.synchronize()
     return True
@@ -235,7 +235,7 @@ def test_the_other_waits_are_asked_for_all_the_same(sim, wait):
         manager = new_manager(Listening(), skip_waits=skip)
         manager.begin_step(plan_of(0))
         (handle,) = save(manager, on_device(1))
-        manager._unpack(handle)
+        manager.unpack(handle)
         return list(calls)
 
     every = waits(frozenset())

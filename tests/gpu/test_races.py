@@ -85,7 +85,7 @@ def overwrite(count: int = 4) -> list[torch.Tensor]:
 
 
 def right(manager, handle, seed: int) -> bool:
-    found = manager._unpack(handle).clone()
+    found = manager.unpack(handle).clone()
     torch.cuda.synchronize()
     return torch.equal(found, values(seed))
 
@@ -142,7 +142,7 @@ def host_memory_taken_before_it_is_read(held, waits):
     held.before_back = SLEEP
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        back = manager._unpack(first)
+        back = manager.unpack(first)
     with manager.forward(1):
         handle = manager._pack(second)
     manager._mover.offload(handle.saved)
@@ -159,7 +159,7 @@ def dies_on_its_way_back(held, waits):
     manager._prefetch(handle.saved)
     assert handle.saved.state is State.RETURNING
     del handle
-    manager._drain()
+    manager.drain()
     reused = overwrite()
     torch.cuda.synchronize()
     return all(bool((tensor == -1.0).all()) for tensor in reused)

@@ -152,7 +152,7 @@ def pressed(sim, run) -> list[State]:
             run(given)
     states = [handle.saved.state for handle in handles]
     for number, handle in enumerate(handles):
-        assert bool((manager._unpack(handle) == number).all())
+        assert bool((manager.unpack(handle) == number).all())
     guard.close()
     hooks.disconnect()
     return states

@@ -32,7 +32,7 @@ def run(search: SmartSwap, trace: StepTrace, stats: StepStats | None = None) -> 
     """One step of this work. Returns the plan it ran under."""
     order = search.next_step()
     step = executed(trace, order.plan) if order.record else None
-    search.after_step(stats or StepStats(saved=len(trace.saved)), step)
+    search.after_step(stats or StepStats(saves=len(trace.saved)), step)
     return order.plan
 
 

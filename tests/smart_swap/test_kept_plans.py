@@ -23,7 +23,7 @@ from mindspeed_swap.virtual_optimizer.amount import VirtualOptions
 TRACE = megatron_trace(Shape(layers=4))
 CAPACITY = (floor(TRACE).reachable_bytes + max(point.peak_bytes for point in TRACE.points)) // 2
 SAVED = len(TRACE.saved)
-BROUGHT_TROUBLE = StepStats(saved=SAVED, evictions=1)
+BROUGHT_TROUBLE = StepStats(saves=SAVED, evictions=1)
 
 
 class Run:
@@ -44,7 +44,7 @@ class Run:
         search = self.shapes.current
         order = search.next_step()
         trace = executed(TRACE, order.plan) if order.record else None
-        if search.after_step(stats or StepStats(saved=SAVED), trace, 100.0 if search.times else None):
+        if search.after_step(stats or StepStats(saves=SAVED), trace, 100.0 if search.times else None):
             self.kept.save(self.shapes)
         return order.plan
 

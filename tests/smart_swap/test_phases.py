@@ -53,7 +53,7 @@ def test_by_default_tries_go_on_while_they_gain_8_at_most():
         # each try a tenth faster than the one before, and other times, so that the next plan is another one
         step = executed(TRACE, it.plan)
         points = [replace(p, time_ms=p.time_ms * (1 + 0.3 * number * (i % 7))) for i, p in enumerate(step.points)]
-        it.after_step(StepStats(saved=SAVED), replace(step, points=points, step_ms=100 * 0.9**number))
+        it.after_step(StepStats(saves=SAVED), replace(step, points=points, step_ms=100 * 0.9**number))
     assert len(it.tries) <= 8 and it.phase is Phase.STABLE
     assert it.plan is it.tries[-1].plan
 
@@ -82,7 +82,7 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
     while it.phase is not Phase.STABLE:
         step = executed(TRACE, it.plan) if it.next_step().record else None
         slowly = replace(step, step_ms=1000.0 * (1 + len(it.tries))) if step else None
-        it.after_step(StepStats(saved=SAVED), slowly, told[min(2, len(it.tries))] if it.times else None)
+        it.after_step(StepStats(saves=SAVED), slowly, told[min(2, len(it.tries))] if it.times else None)
     assert [tried.step_ms for tried in it.tries] == told[: len(it.tries)]
 
 
@@ -95,7 +95,7 @@ def test_on_a_device_a_recorded_step_is_told_as_long_as_it_is_without_recording(
     for number in range(3):
         step = slow if it.next_step().record else None
         step = step if number or step is None else replace(step, has_optimizer_state=False)
-        it.after_step(StepStats(saved=SAVED), step, TRACE.step_ms if it.times else None)
+        it.after_step(StepStats(saves=SAVED), step, TRACE.step_ms if it.times else None)
     assert it.phase is Phase.SEARCH and it.shown.trace.step_ms == pytest.approx(TRACE.step_ms)
     assert it.shown.trace.points[-1].time_ms == pytest.approx(slow.points[-1].time_ms - 0.5 * TRACE.step_ms)
     assert it.plan.prediction.step_ms < 1.4 * TRACE.step_ms
@@ -106,7 +106,7 @@ def test_on_a_device_a_changed_workload_is_not_recorded_before_a_step_of_it_was_
     while it.phase is not Phase.STABLE:
         run(it, TRACE if it.steps else FIRST)
     while it.phase is Phase.STABLE:
-        run(it, TRACE, StepStats(saved=SAVED, evictions=1))
+        run(it, TRACE, StepStats(saves=SAVED, evictions=1))
     assert not it.next_step().record and it.times
     run(it, TRACE)
     assert it.next_step().record
@@ -123,7 +123,7 @@ def test_case_36_try_2_slower_on_purpose_stable_runs_try_1():
     plans = []
     for step_ms in (100.0, 300.0):
         plans.append(it.next_step().plan)
-        stats = StepStats(saved=SAVED)
+        stats = StepStats(saves=SAVED)
         it.after_step(stats, replace(executed(TRACE, it.plan), step_ms=step_ms))
     assert it.phase is Phase.STABLE
     assert it.plan is plans[0]
@@ -133,7 +133,7 @@ def test_case_36_try_2_slower_on_purpose_stable_runs_try_1():
 def measured(it: SmartSwap, factor: float) -> None:
     """One try that took so many times what its plan promised."""
     step = executed(TRACE, it.plan)
-    it.after_step(StepStats(saved=SAVED), replace(step, step_ms=factor * it.plan.prediction.step_ms))
+    it.after_step(StepStats(saves=SAVED), replace(step, step_ms=factor * it.plan.prediction.step_ms))
 
 
 @pytest.mark.parametrize("again", [1.0, 1.5])
@@ -166,7 +166,7 @@ def test_case_36_by_default_too():
         step = executed(TRACE, it.plan)
         points = [replace(p, time_ms=p.time_ms * (1 + 0.3 * number * (i % 7))) for i, p in enumerate(step.points)]
         step_ms = (1.0 if it.plan is first else 3.0) * it.plan.prediction.step_ms
-        it.after_step(StepStats(saved=SAVED), replace(step, points=points, step_ms=step_ms))
+        it.after_step(StepStats(saves=SAVED), replace(step, points=points, step_ms=step_ms))
     assert it.phase is Phase.STABLE and it.plan is first and len(it.tries) > 1
 
 
@@ -201,7 +201,7 @@ def test_a_slow_device_is_not_the_end_of_the_search(slow, tries):
     while it.phase is not Phase.STABLE:
         step = executed(work, it.plan)
         shown = replace(step, step_ms=1.1 * slow * step.step_ms) if it.next_step().record else None
-        it.after_step(StepStats(saved=SAVED), shown, slow * step.step_ms if it.times else None)
+        it.after_step(StepStats(saves=SAVED), shown, slow * step.step_ms if it.times else None)
     assert [round(tried.step_ms / careful.prediction.step_ms / slow, 2) for tried in it.tries] == tries
     assert it.plan.budget_bytes > careful.budget_bytes
 
@@ -214,7 +214,7 @@ def test_searches_for_a_workload_that_changes_for_ever_become_rare():
     for _ in range(8):
         before = it.steps
         while it.phase is Phase.STABLE:
-            run(it, TRACE, StepStats(saved=SAVED, evictions=9))
+            run(it, TRACE, StepStats(saves=SAVED, evictions=9))
         patience.append(it.steps - before)
         while it.phase is not Phase.STABLE:
             run(it, TRACE)
@@ -225,13 +225,13 @@ def test_a_given_plan_that_does_not_fit_is_told_as_that(capfd):
     it = search()
     it.run_saved(solve(TRACE, CAPACITY))
     for _ in range(2):
-        run(it, TRACE, StepStats(saved=SAVED, on_demand_loads=5))
+        run(it, TRACE, StepStats(saves=SAVED, on_demand_loads=5))
     told = capfd.readouterr().out
     assert it.phase is Phase.SEARCH and "Stable -> SearchPolicy at step 2, target" in told
     assert "the given plan does not fit" in told and "peak" not in told
     settle(it, TRACE)
     for _ in range(4):
-        run(it, TRACE, StepStats(saved=SAVED, on_demand_loads=5))
+        run(it, TRACE, StepStats(saves=SAVED, on_demand_loads=5))
     assert "the workload has changed" in capfd.readouterr().out
 
 
@@ -286,7 +286,7 @@ def test_the_reserve_is_used_once_predictions_are_exact(wrong_bytes, spare):
     assert it.plan.swap_bytes == moved(0.98 * target)
     tried = executed(TRACE, it.plan)
     points = [replace(point, peak_bytes=point.peak_bytes + wrong_bytes) for point in tried.points]
-    it.after_step(StepStats(saved=SAVED), replace(tried, points=points))
+    it.after_step(StepStats(saves=SAVED), replace(tried, points=points))
     assert it.target_bytes == target - least(target) - 2 * wrong_bytes
     if not wrong_bytes:
         assert it.plan.swap_bytes == moved(target - least(target))
@@ -307,7 +307,7 @@ def test_a_measured_peak_above_the_target_is_planned_against():
     step = executed(TRACE, it.plan)
     high = max(range(len(step.points)), key=lambda i: step.points[i].peak_bytes)
     step.points[high] = replace(step.points[high], peak_bytes=target + over)
-    it.after_step(StepStats(saved=SAVED), step)
+    it.after_step(StepStats(saves=SAVED), step)
     assert it.tries[0].over_bytes == over
     assert it.phase is Phase.SEARCH
     assert it.plan.budget_bytes == int(0.98 * target) - over
@@ -320,14 +320,14 @@ def test_adjust_memory_is_added_after_each_try_in_trouble():
     budgets = []
     for _ in range(3):
         budgets.append(it.plan.budget_bytes)
-        run(it, TRACE, StepStats(saved=SAVED, evictions=1))
+        run(it, TRACE, StepStats(saves=SAVED, evictions=1))
     first, second, third = budgets
     assert first == CAPACITY
     for before, after in ((first, second), (second, third)):  # more than once where once gives the same plan again
         assert before > after and (before - after) % (10 * MIB) == 0
 
 
-@pytest.mark.parametrize("stats", [StepStats(saved=SAVED, evictions=4), StepStats(saved=2 * SAVED)])
+@pytest.mark.parametrize("stats", [StepStats(saves=SAVED, evictions=4), StepStats(saves=2 * SAVED)])
 def test_case_35_drift_in_stable_is_planned_for_within_3_steps(stats):
     """Out of memory survived by eviction, or twice as many saves as in the step that was planned from."""
     it = search()
@@ -349,7 +349,7 @@ def test_op_diff_thresh():
     it = search({"op_diff_thresh": 0.5})
     settle(it, TRACE)
     for _ in range(5):
-        it.after_step(StepStats(saved=int(1.4 * SAVED)), None)
+        it.after_step(StepStats(saves=int(1.4 * SAVED)), None)
     assert it.phase is Phase.STABLE
 
 
@@ -360,7 +360,7 @@ def test_a_plan_that_was_saved_runs_at_once_and_drift_searches_again():
     order = it.next_step()
     assert order.plan is first.plan and not order.record
     for _ in range(2):
-        it.after_step(StepStats(saved=SAVED, evictions=1), None)
+        it.after_step(StepStats(saves=SAVED, evictions=1), None)
     assert it.phase is Phase.SEARCH
     settle(it, TRACE)
 
@@ -487,7 +487,7 @@ def test_an_error_is_everybodys():
 
 def test_trouble_of_one_brings_both_back_to_the_search_at_the_same_step():
     def stats(number, step):
-        return StepStats(saved=SAVED, evictions=3 if number == 1 and step in (10, 11, 12) else 0)
+        return StepStats(saves=SAVED, evictions=3 if number == 1 and step in (10, 11, 12) else 0)
 
     one, other = together([TRACE, TRACE], 14, stats)
     assert one.phase is other.phase
@@ -556,7 +556,7 @@ def test_trouble_is_that_of_the_shape_that_had_it(apart):
 
     def rank(number: int) -> None:
         def step(searches, evictions: int) -> None:
-            run(searches[number], TRACE, StepStats(saved=SAVED, evictions=evictions))
+            run(searches[number], TRACE, StepStats(saves=SAVED, evictions=evictions))
 
         for searches, evictions in ((quiet, 0), (noisy, 3)):
             while searches[number].phase is not Phase.STABLE:
@@ -601,7 +601,7 @@ def test_ranks_that_wait_for_one_another_in_a_module_decide_nothing_alone():
 @pytest.mark.parametrize("apart", [range(3, 5), range(20, 40)], ids=["while it searches", "when it is stable"])
 def test_a_step_of_another_size_on_one_rank_changes_no_plan(apart):
     def stats(number, step):
-        return StepStats(saved=SAVED, evictions=int(number == 1 and step in apart))
+        return StepStats(saves=SAVED, evictions=int(number == 1 and step in apart))
 
     names_at = dict.fromkeys(apart, (7, 6))
     one, other = together(

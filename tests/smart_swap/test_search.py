@@ -2,10 +2,9 @@
 from __future__ import annotations
 
 import pytest
-from steps import executed, settle
+from steps import executed
 from traces import Shape, megatron_trace
 
-from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.solve import floor
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase
@@ -125,7 +124,7 @@ def test_the_best_measured_try_is_kept_not_the_last(capsys):
         plans.append(search.next_step().plan)
         trace = tried(search)
         trace.step_ms = 100.0 if number == 0 else 500.0
-        search.after_step(StepStats(on_demand_loads=trouble), trace)
+        search.after_step(StepStats(evictions=trouble), trace)
     assert len(plans) >= 2
     assert search.phase is Phase.STABLE
     assert search.plan is plans[0]
@@ -179,35 +178,6 @@ def test_steps_that_save_more_and_less_leave_room_for_the_most():
     assert search.phase is Phase.SEARCH
     assert search.target_bytes == tight(trace) - spread
     assert max(search.plan.prediction.peak_bytes.values()) <= tight(trace) - spread
-
-
-def test_saved_tensors_are_held_where_room_could_run_out(capsys):
-    """With nothing to swap, and as much room left as the activations take, nobody has to be ready to push them out."""
-    trace = megatron_trace(SHAPE)
-    activations = peak(trace) - trace.static_bytes
-    assert warmed_up(peak(trace) + activations - 1).next_step().spare_bytes is None
-    search = SmartSwap(peak(trace) + activations)
-    settle(search, trace)
-    assert search.next_step().spare_bytes == activations // 2
-    for _ in range(5):
-        assert not search.after_step(StepStats(), None), "that nothing is counted as saved is no change of the workload"
-        assert search.next_step().spare_bytes == activations // 2
-    search.capacity_bytes -= 1  # somebody else takes memory
-    assert search.next_step().spare_bytes is None
-    assert search.phase is Phase.STABLE
-    search.capacity_bytes += 1
-    assert search.next_step().spare_bytes is not None
-    assert not search.after_step(StepStats(ran_short=1), None)
-    assert search.next_step().spare_bytes is None, "it is not what it was: from now on all is held, and change is seen"
-    saved = StepStats(saved=9 * len(trace.saved))
-    assert not search.after_step(saved, None) and search.after_step(saved, None) and search.phase is Phase.SEARCH
-
-
-def test_saved_tensors_are_held_until_the_step_is_known():
-    search = SmartSwap(1 << 50)
-    assert search.next_step().spare_bytes is None
-    given = SmartSwap(1 << 50).run_saved(Plan("llama", 1 << 50))
-    assert given.next_step().spare_bytes is None, "of a given plan it is not"
 
 
 def test_capacity_that_grows_after_the_first_plan_is_used():

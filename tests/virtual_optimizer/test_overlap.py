@@ -475,7 +475,7 @@ class Manager:
         self.bytes_in = dict.fromkeys(State, 0)
         self.stats = StepStats()
         self.recorder = None
-        self.without_evicting = nullcontext
+        self.evicting = SimpleNamespace(off=nullcontext)
 
 
 def with_manager(sim):

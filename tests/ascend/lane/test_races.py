@@ -46,7 +46,7 @@ def release_after_offload(manager) -> bool:
     handle = save(manager, tensors)
     assert handle.saved.state is State.HOST
     reused = overwrite()
-    right = is_content(manager._unpack(handle), 1)
+    right = is_content(manager.unpack(handle), 1)
     del reused
     return right
 
@@ -58,7 +58,7 @@ def offload_after_compute(manager) -> bool:
     torch.npu.synchronize()
     fake.fakecann_set_kernel_ms(KERNEL_MS)
     handle = save(manager, [source * 1.0])  # the kernel that writes it is still to run
-    return is_content(manager._unpack(handle), 1)
+    return is_content(manager.unpack(handle), 1)
 
 
 def load_after_compute(manager) -> bool:
@@ -68,7 +68,7 @@ def load_after_compute(manager) -> bool:
     torch.npu.synchronize()
     fake.fakecann_set_kernel_ms(KERNEL_MS)
     overwrite(1)  # queued, and given up again: its memory is what the load gets
-    return is_content(manager._unpack(handle), 1)
+    return is_content(manager.unpack(handle), 1)
 
 
 def use_after_load(manager) -> bool:
@@ -79,7 +79,7 @@ def use_after_load(manager) -> bool:
     overwrite()  # so that what is there before the copy is not what is wanted
     torch.npu.synchronize()
     fake.fakecann_set_link(0, SLOW)
-    return is_content(manager._unpack(handle), 1)
+    return is_content(manager.unpack(handle), 1)
 
 
 def slab_after_copy(manager) -> bool:
@@ -90,7 +90,7 @@ def slab_after_copy(manager) -> bool:
     torch.npu.synchronize()
     fake.fakecann_set_link(0, SLOW)
     with torch.npu.stream(torch.npu.Stream()):  # what the other tensor waits for says nothing of this copy
-        back = manager._unpack(first)
+        back = manager.unpack(first)
     with manager.forward(1):  # not in the plan
         other = manager._pack(second)
     manager._mover.offload(other.saved)
@@ -107,7 +107,7 @@ def death_while_returning(manager) -> bool:
     fake.fakecann_set_link(0, SLOW)
     manager._prefetch(handle.saved)
     del handle
-    manager._drain()
+    manager.drain()
     reused = overwrite()
     torch.npu.synchronize()
     return all(bool((tensor.cpu() == -1).all()) for tensor in reused)

@@ -65,7 +65,7 @@ def test_internal_formats_pass_through_and_are_counted(npu, monkeypatch, capsys)
         with manager.forward(0):
             passed = [manager._pack(private) for _ in range(3)]
             moved = manager._pack(torch.empty(64 << 10, device="npu"))
-        assert manager._unpack(passed[0]).data_ptr() == private.data_ptr()
+        assert manager.unpack(passed[0]).data_ptr() == private.data_ptr()
         assert manager.stats.saved == 1 and moved.saved is not None
     assert npu.passed_formats == {NZ: 3}
     npu.close()

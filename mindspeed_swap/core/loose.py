@@ -1,0 +1,82 @@
+"""Loose: what autograd saves and no plan wants is passed through, and taken into the books when memory is short.
+
+Where the device waits for the host, a Python object or two per saved tensor is what a step can afford: the books of one
+that is held cost ten times that, and nearly none is ever pushed out. So of a loose one only the name is kept, and the
+stream that its memory belongs to.
+"""
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_swap.core.saved_tensor import Handle, Passed
+from mindspeed_swap.core.trace import BACKWARD, Key, Position, new
+
+if TYPE_CHECKING:
+    from mindspeed_swap.core.swap_manager import SwapManager
+
+
+class Loose:
+    """A part of the manager."""
+
+    def __init__(self, manager: SwapManager) -> None:
+        self._manager = manager
+        self._passed: list[weakref.ref[Passed]] = []  # in the order of saving
+
+    def clear(self) -> None:
+        """A step begins: what outlives the last one stays where it is."""
+        self._passed.clear()
+
+    def pack(self, tensor: torch.Tensor, key: Key) -> Passed | None:
+        """None: its storage is in the books already."""
+        manager = self._manager
+        manager.tidy()
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            return Passed(tensor)
+        if manager.live.knows(tensor.untyped_storage(), tensor._version):
+            return None
+        passed = Passed(tensor)
+        passed.key, passed.stream = key, manager.accelerator.compute_stream()
+        self._passed.append(weakref.ref(passed))
+        return passed
+
+    def unpack(self, packed: Passed) -> torch.Tensor:
+        """What was passed through, loose or not."""
+        manager = self._manager
+        manager.tidy()
+        if (anchor := packed.anchor) is not None:
+            packed.anchor = None
+            manager.act(new(Position, (BACKWARD, *anchor)))
+        if (tensor := packed.get()) is None:
+            assert packed.handle is not None
+            return manager.unpack(packed.handle)
+        if packed.key is not None:
+            manager.look_ahead(packed.key)
+            packed.key = None
+        return tensor
+
+    def take_up(self) -> None:
+        """All that are still there, so that they can be pushed out. With the manager's lock held."""
+        refs = self._passed[:]
+        del self._passed[: len(refs)]  # other threads append meanwhile
+        for ref in refs:
+            if (passed := ref()) is not None:
+                self._take_up(passed)
+
+    def _take_up(self, passed: Passed) -> None:
+        manager, tensor, key = self._manager, passed.tensor, passed.key
+        if tensor is None or key is None or tensor._version != passed.version:
+            return  # it has been read; or changed in place: then nothing may ever read it
+        storage = manager.movable.storage_of(tensor)
+        if storage is None:
+            return
+        saved = manager.live.find(tensor, storage)
+        whole = saved is None
+        if saved is None:
+            saved = manager.took_up(tensor, storage, key, passed.stream)
+        saved.handles += 1
+        # In this order: another thread may be about to read it.
+        passed.handle = Handle(saved, tensor, key, manager.live.dead, whole=whole)
+        passed.tensor = None
