@@ -1,6 +1,7 @@
 """What results were measured on."""
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -9,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from workloads import GPU
+from workloads import GPU  # noqa: E402
 
-from mindspeed_swap.version import __version__
+from mindspeed_swap.version import __version__  # noqa: E402
 
 
 def describe(device: str) -> dict[str, Any]:
@@ -40,4 +42,13 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return found | {"mindspeed-swap": __version__}  # this checkout, installed or not
+    return found | {"mindspeed-swap": f"{__version__}+{_code()}"}  # this checkout, installed or not
+
+
+def _code() -> str:
+    """Of what is measured: results of other code are not of this one."""
+    files = [path for folder in ("mindspeed_swap", "patches") for path in (ROOT / folder).rglob("*")]
+    digest = hashlib.sha256()
+    for path in sorted({path.resolve() for path in files if path.suffix in (".py", ".cpp", ".h")}):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -8,12 +8,13 @@ from typing import Any
 from workloads import WARM_UP_STEPS, Workload
 
 PLAIN, FULL = "plain", "full"
+OURS = "ours"
 
 
 @dataclass(frozen=True)
 class Point:
     name: str
-    group: str  # whose it is: "ours", or the competitor
+    group: str  # whose it is: OURS, or the competitor
     flags: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     plugin: str = ""  # competitors/<plugin>.py is installed in the training process, with ``plugin_setting``

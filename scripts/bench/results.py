@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lower_bound import Inputs
-from points import FULL, PLAIN
+from points import FULL, OURS, PLAIN
 
 VERSION = 1
 Record = Mapping[str, Any]
@@ -26,7 +26,8 @@ def read(folders: Iterable[Path], device: str) -> Results:
         if not isinstance(data, dict) or data.get("version") != VERSION or "points" not in data:
             raise ValueError(f"{path}: not a result file of version {VERSION}")
         if data["machine"]["device"] == device:
-            records += [record | {"file": path.name} for record in data["points"]]
+            about = {"file": path.name, "code": data["versions"].get("mindspeed-swap", "")}
+            records += [record | about for record in data["points"]]
             machines[data["machine"]["id"]] = data["machine"] | {"versions": data["versions"]}
             if "host_overhead" in data:
                 overheads.append(data["host_overhead"])
@@ -43,8 +44,11 @@ class Results:
         return Results([record for record in self.records if record["machine"] == machine], self.machines)
 
     def runs(self, workload: str, point: str) -> list[Record]:
-        """All that ended well."""
-        return [r for r in self.records if (r["workload"], r["point"]) == (workload, point) and r["ok"]]
+        """All that ended well; of ours, those of the newest code."""
+        found = [r for r in self.records if (r["workload"], r["point"]) == (workload, point) and r["ok"]]
+        if found and found[-1]["group"] == OURS:
+            found = [r for r in found if r.get("code") == found[-1].get("code")]
+        return found
 
     def names(self, workload: str) -> list[str]:
         """Points that ran, whatever came of it, in the order in which they first did."""
@@ -100,7 +104,7 @@ class Results:
         for name in self.names(workload):
             runs = self.runs(workload, name)
             ratio = self.ratio(workload, name)
-            if runs and runs[0]["group"] != "ours" and ratio and (self.peak(workload, name) or peak + 1) <= peak:
+            if runs and runs[0]["group"] != OURS and ratio and (self.peak(workload, name) or peak + 1) <= peak:
                 found.append((ratio, name))
         return (min(found)[1], min(found)[0]) if found else None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lower_bound import recompute_options
-from points import Point
+from points import OURS, Point
 from workloads import GPU, SIM, Workload
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +72,7 @@ class Run:
         command += ["--measure-file", f"{self._folder}/measured.{{rank}}.json"]
         # Where Megatron logs it waits for all of the device, copies included: not after each step.
         command += ["--log-interval", str(job.steps)]
-        if point.group == "ours":
+        if point.group == OURS:
             command += ["--swap-report-dir", str(self._folder)]
         settings |= {"PROGRAM": str(HERE / "train_point.py"), "BENCH_GATE": str(self._gate)}
         self._process = self._start(command, settings, device)

@@ -1,5 +1,6 @@
 """The promises, told from planted results."""
 import check
+import machine
 import pytest
 from planted import GIB, failed, plain, record, swap, write
 from promises import HELD, NOT_RUN, SHORT, rows
@@ -159,3 +160,24 @@ def test_host_time(tmp_path):
     found = states(tmp_path)
     assert found["host time of pack + unpack, kept"].state == HELD
     assert found["host time of pack + unpack, swapped"].state == SHORT
+
+
+def test_of_ours_the_newest_code_counts_of_others_every_run(tmp_path):
+    """What was mended since is no longer what it was; a competitor's runs are all of the same thing."""
+    for number, (code, ours, theirs) in enumerate([("a", 120.0, 130.0), ("b", 101.0, 110.0), ("b", 103.0, 120.0)]):
+        when = {"when": f"2026-01-0{number + 1}T00:00:00"}
+        points = [record("A", "adaptive@0.90", ours, **when), record("A", "full", theirs, **FULL, **when)]
+        runs = [plain("A", **when), *points]
+        write(tmp_path, runs, versions={"mindspeed-swap": code})
+    results = read([tmp_path], "gpu")
+    assert results.ratio("A", "adaptive@0.90") == 1.02 and results.ratio("A", "full") == 1.2
+
+
+def test_the_code_is_named_by_what_is_in_it(tmp_path, monkeypatch):
+    names = []
+    for text in ("x = 1\n", "x = 2\n", "x = 2\n"):
+        (tmp_path / "patches").mkdir(exist_ok=True)
+        (tmp_path / "patches" / "a.py").write_text(text)
+        monkeypatch.setattr(machine, "ROOT", tmp_path)
+        names.append(machine.versions()["mindspeed-swap"])
+    assert names[0] != names[1] == names[2] and names[0].startswith("0.")

@@ -4,10 +4,10 @@ A budget is the peak that a step may have, given as --swap-memory-target; ``@cap
 """
 from __future__ import annotations
 
-from points import FULL, PLAIN, Context, Point
+from points import FULL, OURS, PLAIN, Context, Point
 from workloads import SEARCH_STEPS
 
-GROUP = "ours"
+GROUP = OURS
 FEATURES = {"swap": "--smart-swap", "adaptive": "--adaptive-memory-optimization"}
 LEAVES = {"swap@moved25": 0.25, "adaptive@held40": 0.60}  # of the bytes held at the end of forward
 OPTIMIZER = {"gpu": "3", "sim": "0.0005"}  # GB
