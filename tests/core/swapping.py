@@ -59,6 +59,7 @@ def run_step(
     record: bool = False,
     read_order: dict | None = None,
     microbatches: int = 1,
+    light: bool = False,
 ) -> Outcome:
     """One training step without an optimizer. No manager: plain PyTorch."""
     for leaf in leaves:
@@ -66,7 +67,7 @@ def run_step(
     device.reset_peak()
     losses = []
     if manager is not None:
-        manager.begin_step(plan, trace=new_trace() if record else None, read_order=read_order)
+        manager.begin_step(plan, trace=new_trace() if record else None, read_order=read_order, light=light)
     for microbatch in range(microbatches):
         with manager.forward(microbatch) if manager is not None else nullcontext():
             loss = body(manager.layer if manager is not None else _no_layer)
@@ -111,13 +112,14 @@ def recorded_plan(body: Body, leaves: Sequence[torch.Tensor], manager: SwapManag
 def check_swapped(
     body: Body, leaves: Sequence[torch.Tensor], sim, *, host_bytes: int = 64 << 20, steps: int = 2, **distances: int
 ) -> tuple[SwapManager, Plan, Outcome]:
-    """Runs plainly and under a plan that swaps all; results must be equal bit for bit, and the plan carried out."""
+    """Runs plainly and under a plan that swaps all, in ``steps`` light steps and as many that are not; results must be
+    equal bit for bit, and the plan carried out."""
     plain = run_step(body, leaves)
     manager = new_manager(sim, host_bytes=host_bytes)
     plan = recorded_plan(body, leaves, manager, **distances)
     assert plan.swaps, "nothing to swap: the test would show nothing"
-    for _ in range(steps):
-        outcome = run_step(body, leaves, manager, plan)
+    for number in range(2 * steps):
+        outcome = run_step(body, leaves, manager, plan, light=number < steps)
         assert_same(outcome, plain)
         assert outcome.stats.offloaded_bytes == plan.swap_bytes
         assert outcome.stats.loaded_bytes == plan.swap_bytes
