@@ -95,7 +95,9 @@ class Runtime:
             self.fine = FineGrained(self._options.swap_config, rank())
         self._kept = KeptPlans(self._options, self._accelerator.name, capacity)
         settles = self._accelerator.name != "sim"
-        search = self.fine.new if self.fine else partial(SmartSwap, failed=self._kept.failed, settles=settles)
+        pipelined = (self._options.layout.get("pipeline_model_parallel_size") or 1) > 1
+        how = {"failed": self._kept.failed, "settles": settles, "pipelined": pipelined}
+        search = self.fine.new if self.fine else partial(SmartSwap, **how)
         self.shapes = Shapes(capacity, self._options.policy, self._kept.plans, search)
         self._models: list[Any] = []
         self._owned: list[torch.Tensor] = []

@@ -35,9 +35,12 @@ class LiveTensors:
         saved = self.by_serial.get(serial)
         return saved if saved is not None and saved.state is State.DROPPED else None
 
-    def add(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, stream: Stream) -> SavedTensor:
+    def add(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, stream: Stream,
+        alias: torch.Tensor | None = None,
+    ) -> SavedTensor:  # fmt: skip
         self._serial += 1
-        saved = SavedTensor(tensor, storage, key, self._serial, stream)
+        saved = SavedTensor(tensor, storage, key, self._serial, stream, alias)
         self.by_serial[saved.serial] = self.by_key[key] = self._by_storage[saved.identity] = saved
         return saved
 

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_swap.core.saved_tensor import Handle, Passed
+from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State
 from mindspeed_swap.core.trace import BACKWARD, Key, Position, new
 
 if TYPE_CHECKING:
     from mindspeed_swap.core.swap_manager import SwapManager
+
+
+GONE = (State.HOST, State.RETURNING, State.DROPPED)  # what its storage was is not where its bytes are
 
 
 class Loose:
@@ -24,10 +27,6 @@ class Loose:
     def __init__(self, manager: SwapManager) -> None:
         self._manager = manager
         self._passed: list[weakref.ref[Passed]] = []  # in the order of saving
-
-    def clear(self) -> None:
-        """A step begins: what outlives the last one stays where it is."""
-        self._passed.clear()
 
     def pack(self, tensor: torch.Tensor, key: Key) -> Passed | None:
         """None: its storage is in the books already."""
@@ -49,34 +48,38 @@ class Loose:
         if (anchor := packed.anchor) is not None:
             packed.anchor = None
             manager.act(new(Position, (BACKWARD, *anchor)))
-        if (tensor := packed.get()) is None:
+        with manager.lock:  # else it could be taken up, and its memory given up, between these two
+            tensor = packed.get()
+        if tensor is None:
             assert packed.handle is not None
             return manager.unpack(packed.handle)
-        if packed.key is not None:
+        if packed.key is not None and not packed.read:
+            packed.read = True
             manager.look_ahead(packed.key)
-            packed.key = None
         return tensor
 
-    def take_up(self) -> None:
-        """All that are still there, so that they can be pushed out. With the manager's lock held."""
-        refs = self._passed[:]
+    def take_up(self) -> int:
+        """All that are still there, so that they can be pushed out. With the manager's lock held. Returns the bytes
+        that this alone has freed: of those whose storage was pushed out under another name."""
+        refs, freed = self._passed[:], 0
         del self._passed[: len(refs)]  # other threads append meanwhile
         for ref in refs:
-            if (passed := ref()) is not None:
-                self._take_up(passed)
+            if (passed := ref()) is not None and (saved := self._take_up(passed)) is not None:
+                freed += saved.nbytes if saved.state in GONE and not saved.held_elsewhere() else 0
+        return freed
 
-    def _take_up(self, passed: Passed) -> None:
+    def _take_up(self, passed: Passed) -> SavedTensor | None:
         manager, tensor, key = self._manager, passed.tensor, passed.key
         if tensor is None or key is None or tensor._version != passed.version:
-            return  # it has been read; or changed in place: then nothing may ever read it
+            return None  # changed in place: then nothing may ever read it
         storage = manager.movable.storage_of(tensor)
         if storage is None:
-            return
+            return None
         saved = manager.live.find(tensor, storage)
         whole = saved is None
         if saved is None:
-            saved = manager.took_up(tensor, storage, key, passed.stream)
+            saved = manager.enter(tensor, storage, key, passed.stream, tensor)
         saved.handles += 1
-        # In this order: another thread may be about to read it.
         passed.handle = Handle(saved, tensor, key, manager.live.dead, whole=whole)
-        passed.tensor = None
+        passed.handle.read, passed.tensor = passed.read, None
+        return saved

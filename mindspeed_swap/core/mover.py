@@ -279,6 +279,7 @@ class Mover:
             if saved.block is not None:
                 self._free_block(saved, saved.loaded if saved.state is State.RETURNING else saved.copied)
             saved.buffer = None
+        saved.again = None  # now, not when the last one of the queue goes: it holds others
         del saved.alias  # and with it the memory, whoever still has the SavedTensor
         if self.recorder:
             self.recorder.died(saved)

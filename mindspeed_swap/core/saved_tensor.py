@@ -85,13 +85,16 @@ class SavedTensor:
     )  # fmt: skip
 
     def __init__(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int, stream: Stream
-    ) -> None:
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, serial: int, stream: Stream,
+        alias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """``alias``: of the tensor, if there is one. (Inside an operator, where memory is short, ``detach`` makes one
+        with a version counter of its own.)"""
         self.key = key
         self.serial = serial  # order of saving, across steps
         self.nbytes: int = storage.nbytes()
         self.version: int = tensor._version
-        self.alias = tensor.detach()
+        self.alias = tensor.detach() if alias is None else alias
         self.emptied: Geometry | None = None  # of the alias, from when it is emptied for the first time: most never are
         # The storage's Python object lives as long as the storage, so a weak reference proves identity even after the
         # address was reused; addresses alone prove nothing.
@@ -199,14 +202,15 @@ class Passed:
     see loose.py, until it is taken up.
     """
 
-    __slots__ = ("__weakref__", "anchor", "handle", "key", "stream", "tensor", "version")
+    __slots__ = ("__weakref__", "anchor", "handle", "key", "read", "stream", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, anchor: Key | None = None) -> None:
         """``anchor``: name of the save, where the plan wants something done when it is read."""
         self.version: int = tensor._version
         self.anchor = anchor
-        # Of a loose one (loose.py): its name until it is read, whose memory it is, and what is read if it was taken up.
+        # Of a loose one (loose.py): its name, whose memory it is, whether it was read, what is read if it was taken up.
         self.key: Key | None = None
+        self.read = False
         self.stream: Stream = None
         self.handle: Handle | None = None
         self.tensor: torch.Tensor | None
@@ -219,7 +223,7 @@ class Passed:
             return None
         if tensor._version != self.version:
             raise modified_in_place(tensor, None if tensor.is_nested else tensor.shape, self.version)
-        return tensor if self.stream is None else tensor.detach()  # as SavedTensor.view
+        return tensor if self.key is None else tensor.detach()  # as SavedTensor.view
 
 
 def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: int) -> RuntimeError:

@@ -52,8 +52,8 @@ class SwapManager:
         self.movable = Movable(accelerator, min_bytes)
         self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
         self.headroom_bytes = 0  # left free by what is fetched ahead
-        self._lock = threading.RLock()
-        self._mover = Mover(accelerator, pool, self._lock, skip_waits, copy_streams)
+        self.lock = threading.RLock()
+        self._mover = Mover(accelerator, pool, self.lock, skip_waits, copy_streams)
         self.bytes_in = self._mover.bytes_in  # of all live saved tensors, by where they are
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
         self.live, self._strays = LiveTensors(), Strays()
@@ -61,7 +61,7 @@ class SwapManager:
         self.calls, self._agenda = ModuleCalls(self), Agenda()
         self.loose, self._is_light = Loose(self), False
         self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
-        self.evicting = Evicting(self._lock)
+        self.evicting = Evicting(self.lock)
         self._recording_ms = 0.0  # of the host, in the last recorded step
         self.clock = StepClock(accelerator)
 
@@ -79,10 +79,10 @@ class SwapManager:
     def begin_step(self, plan: Plan | None = None, **how: Any) -> None:
         """Start a step under a plan (None: keep everything). ``how``: as of ``change_plan``."""
         self.drain()
-        with self._lock:
+        with self.lock:
             self.scope = None
+            self.loose.take_up()  # what outlives its step, as of a retained graph
             self.live.by_key.clear()
-            self.loose.clear()
             self._mover.stats = StepStats()
         self.clock.begin()
         self.change_plan(plan, **how)
@@ -94,7 +94,8 @@ class SwapManager:
         """In the middle of a step, for what is saved from now on. ``trace``: to record it into. ``read_order`` (Key ->
         when backward reads it) tells eviction what is needed last. ``light``: what the plan does not want is loose, see
         loose.py, if nobody wants to see it."""
-        with self._lock:
+        with self.lock:
+            self.loose.take_up()  # before it is recorded, or acted on where they are read
             self._agenda = Agenda(plan.swaps if plan else ())
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
@@ -128,7 +129,7 @@ class SwapManager:
             with span("forward of microbatch", microbatch), hooks:
                 yield
             self.at(scope.border(EXIT))
-            with self._lock:
+            with self.lock:
                 self._mover.release_overdue(microbatch, chunk)
             self._begin_interval()
         finally:
@@ -174,7 +175,7 @@ class SwapManager:
         self._mover.stats.saves += 1
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
         is_loose = self._is_light and number is None and key not in self._agenda.saves and not self.calls.gives
-        if is_loose and (passed := self.loose.pack(tensor, key)) is not None:
+        if is_loose and (passed := self.loose.pack(tensor, key)):
             return passed
         storage = self.movable.storage_of(tensor)
         if storage is None:
@@ -196,11 +197,11 @@ class SwapManager:
 
     def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
-        with self._lock:
+        with self.lock:
             saved = self.live.find(tensor, storage)
             known = saved is not None
             if saved is None:
-                saved = self.took_up(tensor, storage, key, self.accelerator.compute_stream())
+                saved = self.enter(tensor, storage, key, self.accelerator.compute_stream())
             elif saved.key.ordinal <= NAMELESS < key.ordinal:
                 self._name(saved, key)
             elif self._mover.recorder:
@@ -212,10 +213,9 @@ class SwapManager:
                 self._follow_plan(saved, number)
         return handle
 
-    def took_up(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, stream: Stream) -> SavedTensor:
-        """Of a loose one, now in the books."""
-        saved = self.live.add(tensor, storage, key, stream)
-        self._mover.born(saved)
+    def enter(self, *what: Any) -> SavedTensor:
+        """Into the books. ``what``: as of ``LiveTensors.add``."""
+        self._mover.born(saved := self.live.add(*what))
         return saved
 
     def _name(self, saved: SavedTensor, key: Key) -> None:
@@ -266,7 +266,7 @@ class SwapManager:
 
     def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
         """What a module made again."""
-        with self._lock:
+        with self.lock:
             if saved.state is State.DROPPED:
                 self.live.storage_goes(saved)
                 self._mover.give(saved, made)
@@ -275,7 +275,7 @@ class SwapManager:
     def _read(self, packed: Handle, first: bool, *, prefetched: bool = True) -> torch.Tensor | None:
         """None: it must be loaded; perhaps once more, if another thread's pressure pushes it out before this."""
         saved, mover = packed.saved, self._mover
-        with self._lock:
+        with self.lock:
             if saved.modified:
                 shape = saved.geometry[1] if packed.whole else packed.shape
                 raise modified_in_place(saved.alias, shape, saved.version)
@@ -309,7 +309,7 @@ class SwapManager:
             interval = (recorder or self.accelerator).take_interval()
             self._mover.gave_up = False
             if recorder:
-                with self._lock:  # it looks at use counts of storages that another thread could give up meanwhile
+                with self.lock:  # it looks at use counts of storages that another thread could give up meanwhile
                     recorder.point(position, interval)
             if self.on_interval:
                 self.on_interval(interval)
@@ -320,8 +320,10 @@ class SwapManager:
             return
         for key in self._agenda.releases.pop(position, ()):
             if (saved := self.live.by_key.get(key)) is not None:
-                with self._lock:
+                with self.lock:
                     self._mover.release(saved, planned=True)
+                    if self._is_light and saved.state is State.HOST and saved.held_elsewhere():
+                        self.loose.take_up()  # it was saved under another name before
         if self._mover.gave_up:
             self._begin_interval()
         for key in self._agenda.prefetches.pop(position, ()):
@@ -360,7 +362,7 @@ class SwapManager:
 
     def drain(self) -> int:
         """Act on the handles that died since the last event. Returns the bytes of device memory that this freed."""
-        with self._lock:
+        with self.lock:
             freed = sum(self._mover.bury(saved) for saved in self.live.ended())
             if self._mover.lingering:
                 freed += self._mover.free_lingering(wait=False)
@@ -375,20 +377,20 @@ class SwapManager:
         freed = self.drain()
         if not self.evicting.allowed:
             return freed
-        with self._lock:
+        with self.lock:
             if freed < nbytes:
                 freed += self._mover.free_lingering(wait=True)
             if freed >= nbytes:
                 return freed
-            self.loose.take_up()
+            freed += self.loose.take_up()
             for saved in self._strays.last_read_first(self.live.by_serial.values()):
+                if freed >= nbytes:
+                    break
                 if given_up := self._mover.evict(saved):
                     freed += given_up
                     self._strays.add(saved)
                     self.stats.evictions += 1
                     self.stats.evicted_bytes += given_up
-                if freed >= nbytes:
-                    break
         return freed
 
     def close(self) -> None:

@@ -81,6 +81,7 @@ class SmartSwap:
     tell: Callable[[str], None] = tell
     host_bytes: int | None = None  # that swap may take; None: no limit
     settles: bool = False  # see Note [Steps before the one that is recorded]
+    pipelined: bool = False  # a recorded step is longer for what other stages record, where this one waits for them
     phase: Phase = Phase.WARM_UP
     steps: int = 0
     plan: Plan | None = None
@@ -144,7 +145,7 @@ class SmartSwap:
             self._timed_ms = step_ms
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
-        if self._timed_ms is not None:
+        if self._timed_ms is not None and not self.pipelined:
             trace = retimed(trace, self._timed_ms)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)

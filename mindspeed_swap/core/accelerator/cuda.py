@@ -138,8 +138,12 @@ class CudaAccelerator(TorchAccelerator):
             return None
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         self._small.append(host)  # pinned memory is handed out again as soon as it is dropped, read or not
+        try:
+            mapped = self.map_host(host)
+        except RuntimeError:  # page-locked for another device
+            return None
         # Not ``copy_``: between two addresses that is the copy engine's.
-        torch.add(tensor.detach(), 0, out=self.map_host(host).view(tensor.dtype).view(tensor.shape))
+        torch.add(tensor.detach(), 0, out=mapped.view(tensor.dtype).view(tensor.shape))
         return host.view(tensor.dtype).view(tensor.shape)
 
     def link_limit_bytes_per_ms(self) -> float | None:
