@@ -48,7 +48,7 @@ class Loose:
         if (anchor := packed.anchor) is not None:
             packed.anchor = None
             manager.act(new(Position, (BACKWARD, *anchor)))
-        with manager.lock:  # else it could be taken up, and its memory given up, between these two
+        with manager.lock:  # else its memory could be given up while an alias of it is made
             tensor = packed.get()
         if tensor is None:
             assert packed.handle is not None
