@@ -27,10 +27,6 @@ class LiveTensors:
         saved = self._by_storage.get((storage._cdata, tensor._version))
         return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
 
-    def knows(self, storage: torch.UntypedStorage, version: int) -> bool:
-        saved = self._by_storage.get((storage._cdata, version))
-        return saved is not None and saved.is_of(storage)
-
     def dropped(self, serial: int) -> SavedTensor | None:
         saved = self.by_serial.get(serial)
         return saved if saved is not None and saved.state is State.DROPPED else None

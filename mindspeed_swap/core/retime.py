@@ -49,10 +49,10 @@ def retimed(trace: StepTrace, step_ms: float) -> StepTrace:
 
 def _level(most: list[float], wanted: float) -> float:
     """So that ``min(each, level)`` add up to ``wanted``, or as much as there is."""
-    left = sum(1 for each in most if each > 0.0)
-    for each in sorted(each for each in most if each > 0.0):
+    rising = sorted(each for each in most if each > 0.0)
+    for number, each in enumerate(rising):
+        left = len(rising) - number
         if wanted <= each * left:
             return wanted / left
         wanted -= each
-        left -= 1
-    return max(most, default=0.0)
+    return rising[-1] if rising else 0.0
