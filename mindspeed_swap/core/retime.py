@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from mindspeed_swap.core.trace import CopyRecord, OperatorRecord, StepTrace, WaitRecord
+from mindspeed_swap.core.trace import CopyRecord, ModuleRecord, OperatorRecord, StepTrace, WaitRecord
 
 _Record = TypeVar("_Record", CopyRecord, WaitRecord, OperatorRecord)
 # Of an interval, at most: the step's own work takes the host some of it.
@@ -39,9 +39,18 @@ def retimed(trace: StepTrace, step_ms: float) -> StepTrace:
             found.append(replace(record, start_ms=record.start_ms - ms, end_ms=record.end_ms - ms))
         return found
 
+    def shorter(module: ModuleRecord) -> ModuleRecord:
+        """What it takes to run again, less by the same share as its forward."""
+        took = points[module.end].time_ms - points[module.begin].time_ms
+        if took <= 0.0:
+            return module
+        left = 1.0 - (earlier[module.end] - earlier[module.begin]) / took
+        return replace(module, forward_ms=module.forward_ms * left)
+
     return replace(
         trace,
         points=[replace(point, time_ms=point.time_ms - ms) for point, ms in zip(points, earlier, strict=True)],
+        modules=[shorter(module) for module in trace.modules],
         copies=moved(trace.copies), waits=moved(trace.waits), operators=moved(trace.operators),
         step_ms=trace.step_ms - earlier[-1],
     )  # fmt: skip

@@ -2,7 +2,18 @@
 import pytest
 
 from mindspeed_swap.core.retime import retimed
-from mindspeed_swap.core.trace import BACKWARD, FORWARD, CopyRecord, Key, Point, Position, StepTrace, WaitRecord
+from mindspeed_swap.core.trace import (
+    BACKWARD,
+    FORWARD,
+    CopyRecord,
+    Key,
+    ModuleKey,
+    ModuleRecord,
+    Point,
+    Position,
+    StepTrace,
+    WaitRecord,
+)
 
 
 def step(*intervals):
@@ -64,3 +75,19 @@ def test_copies_and_waits_move_with_the_points_and_last_as_long():
     trace = retimed(trace, trace.step_ms - 6.0)
     assert [(copy.start_ms, copy.end_ms) for copy in trace.copies] == pytest.approx([(3.0, 9.0), (9.0, 23.0)])
     assert [(wait.start_ms, wait.end_ms) for wait in trace.waits] == pytest.approx([(12.0, 16.0)])
+
+
+def test_what_a_module_takes_to_run_again_is_less_by_the_same_share_as_its_forward():
+    trace = step((10, True), (10, False), (10, True), (10, False))
+
+    def module(name, forward_ms, begin, end):
+        return ModuleRecord(ModuleKey(0, 0, 1, name), forward_ms, begin, end, [], [])
+
+    trace.modules = [
+        module("whole", 20.0, 0, 2),  # 3 of its 20 ms are taken out
+        module("part", 6.0, 0, 1),  # 3 of 10, and it need not run further than 6
+        module("busy", 10.0, 1, 2),  # the device waited for nobody
+        module("nothing", 0.0, 2, 2),
+    ]
+    trace = retimed(trace, trace.step_ms - 6.0)
+    assert [module.forward_ms for module in trace.modules] == pytest.approx([17.0, 4.2, 10.0, 0.0])
