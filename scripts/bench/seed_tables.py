@@ -130,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file of a run")
     parser.add_argument("--known", "--results", type=Path, action="append", default=[], help="folders of results")
     parser.add_argument("--minutes", type=float, default=9.0)
+    parser.set_defaults(traces=None)
     parser.add_argument("--device", choices=(GPU, SIM), default=GPU)
     parser.add_argument("--page", type=Path, help="write the tables there")
     args = parser.parse_args(given)

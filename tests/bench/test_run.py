@@ -118,6 +118,27 @@ def test_seeds_tables_of_nothing(tmp_path, capsys):
     assert len(rows) == (4 * 3 + 2) + (4 * 2 + 2) and all("not run" in row for row in rows)
 
 
+def test_seeds_tables_are_run_one_point_after_the_other_into_one_file(tmp_path, monkeypatch, capsys):
+    class Trained:
+        def __init__(self, job, device, machine):
+            self.job, self.machine = job, machine
+
+        def finish(self, left):
+            return record(self.job.workload.name, self.job.point.name, 100.0, machine=self.machine)
+
+        def drop(self):
+            pass
+
+    monkeypatch.setattr(run, "Run", Trained)
+    out = tmp_path / "results"
+    assert seed_tables.main(["--run", "1", "--device", "sim", "--out", str(out)]) == 0
+    (path,) = out.iterdir()
+    points = [(each["workload"], each["point"]) for each in json.loads(path.read_text())["points"]]
+    assert len(set(points)) == len(points) > 3
+    told = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if " ms, peak " in line]
+    assert told == [point for _, point in points]
+
+
 def test_host_times(tmp_path):
     command = [sys.executable, str(BENCH / "host_overhead.py"), "--device", "sim", "--tensors", "40"]
     subprocess.run([*command, "--out", str(tmp_path)], check=True, timeout=300, capture_output=True)
