@@ -3,8 +3,9 @@
 Every submodule of a layer is one, by its name within the layer; the layer itself is ``layer``. The classes are patched
 as their first instances are met, the instances only carry the name: copies and pickles of a model stay what they were.
 
-A module that holds a router must not run again: the router's forward counts tokens and adds to logged losses, so that
-this would change the result. What is inside such a module, experts above all, may.
+A router must not run twice: its forward counts tokens and adds to logged losses, so that this would change the result.
+Modules around it run again without it, what it returned is kept. Not where they wait for other ranks with other tokens:
+of experts that are spread over ranks only what is inside them runs again.
 """
 from __future__ import annotations
 
@@ -38,12 +39,20 @@ def name_modules(layer: nn.Module) -> None:
         return
     for name, module in layer.named_modules():
         vars(module)[NAME] = name or LAYER
-        vars(module)[ONCE] = _ROUTER in name.split(".") or any(
-            part.split(".")[-1] == _ROUTER for part, _ in module.named_modules()
+        vars(module)[ONCE] = _ROUTER in name.split(".") or not all(
+            _may_run_again(part) for part in module.modules() if hasattr(part, _ROUTER)
         )
         if name and type(module) not in _classes:
             _classes.add(type(module))
             _installed.wrap(type(module), "forward", _forward)
+
+
+def _may_run_again(experts: nn.Module) -> bool:
+    """A layer of experts, without its router: Megatron's own, with all experts here, and on one stream."""
+    config = getattr(experts, "config", None)
+    alone = getattr(config, "expert_model_parallel_size", 0) == 1
+    overlaps = getattr(config, "moe_shared_expert_overlap", False)
+    return alone and not overlaps and str(type(experts).forward.__module__).startswith("megatron.core.")
 
 
 def layer_names(models: Iterable[nn.Module]) -> list[dict[int, list[str]]]:

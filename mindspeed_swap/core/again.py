@@ -14,7 +14,8 @@ stopped in the middle, leaks what it was saving. Attributes that modules were in
 
 Note: [Pointwise]
 A call may also be run again but for the modules inside it: these are not called, what they returned the first time is
-kept and returned once more. So an activation function between two products is recomputed without either product.
+kept and returned once more. So an activation function between two products is recomputed without either product. The
+same is done in any call with a module that must not run twice, as one that counts what goes through it.
 """
 from __future__ import annotations
 
@@ -102,8 +103,9 @@ class Call:
         self.key = key
         self.pointwise = pointwise
         self._hold = hold
-        # Of pointwise ones: what each module inside returned, and the random state after it; how many will be asked.
-        self._answers: list[tuple[list[Any], Any, Any]] = []
+        # Of modules inside that do not run again, by number, in the order in which they ended: what each returned, and
+        # the random state after it; how many of them will be asked.
+        self._answers: dict[int, tuple[list[Any], Any, Any]] = {}
         self._needed = 0
         leaves, self._spec = tree_flatten(arguments)
         self._leaves = self._held(leaves)
@@ -129,23 +131,25 @@ class Call:
         return self._saves - 1
 
     @contextmanager
-    def module(self, arguments: tuple[Any, Any]) -> Iterator[None]:
-        """A module is called inside, in the first forward."""
+    def module(self, arguments: tuple[Any, Any]) -> Iterator[int]:
+        """A module is called inside, in the first forward. Gives its number."""
         given = [(tensor.untyped_storage()._cdata, tensor._version) for tensor in tensors(arguments)]
-        self._inside.append((self._entries, given))
+        number = self._entries
+        self._inside.append((number, given))
         self._entries += 1
         try:
-            yield
+            yield number
         finally:
             self._inside.pop()
 
-    def returned(self, result: Any) -> None:
-        """Of a pointwise call: a module inside is over."""
+    def returned(self, number: int, result: Any) -> None:
+        """A module inside that will not run again is over."""
         leaves, spec = tree_flatten(result)
-        self._answers.append((self._held(leaves), spec, self._random.get()))
+        self._answers[number] = self._held(leaves), spec, self._random.get()
 
     def forward_is_over(self) -> None:
-        del self._answers[self._needed :]
+        for number in list(self._answers)[self._needed :]:
+            del self._answers[number]
 
     def drops(self, saved: SavedTensor, number: int) -> None:
         """``saved`` is given up: save ``number`` of the first forward."""
@@ -211,9 +215,9 @@ class Call:
                 settle(by_input.pop((entry, index), None), tensor)
             if not (by_save or by_input or by_output):
                 raise _Enough
-            if not self.pointwise:
+            if (answer := self._answers.get(entry)) is None:
                 return None
-            held, spec, state = self._answers[entry]
+            held, spec, state = answer
             self._random.set(state)
             return (tree_unflatten(free(held), spec),)
 

@@ -28,7 +28,7 @@ class ModuleCalls:
         self._has_borders = self._observed = False  # something is to be done where modules begin and end; to be seen
         self._manager = manager
         self._call: Call | None = None  # of those, the one whose forward runs
-        self._around: Call | None = None  # a pointwise one: a module inside it runs
+        self._around: Call | None = None  # one in which a module runs that will not run again with it
         self._produced = Produced()
         # Told of module calls while one runs again.
         self._on_module: Callable[[tuple[Any, Any]], tuple[Any] | None] | None = None
@@ -49,7 +49,7 @@ class ModuleCalls:
         plan says so. Outside ``forward`` it is nothing more.
 
         Recomputed, it also frees what others save of its outputs, if not ``keeps_outputs``: then the next call of its
-        kind can be run from them. ``once``: it must not run again.
+        kind can be run from them. ``once``: it must not run again; where a call around it does, it is left out.
         """
         scope = self._manager.scope
         if scope is None:
@@ -74,17 +74,17 @@ class ModuleCalls:
             start = perf_counter()
             inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
             versions = [(tensor, tensor._version) for tensor in inputs]
-            tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs])
+            tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs], once)
             recorder.took_since(start)
         if (outer := self._call) is None:
             result = self._run(key, function, args, kwargs, keeps_outputs, once)
-        elif not outer.pointwise:
+        elif not (outer.pointwise or once):
             with outer.module((args, kwargs)):
                 result = function(*args, **kwargs)
         else:
             around, self._call, self._around = self._around, None, outer
             try:
-                with outer.module((args, kwargs)):
+                with outer.module((args, kwargs)) as number:
                     result = self._run(key, function, args, kwargs, keeps_outputs, once)
             finally:
                 self._call, self._around = outer, around
@@ -92,7 +92,7 @@ class ModuleCalls:
                 # What it was given and gives back would be wanted from the very call that keeps it: a circle.
                 if (saved := self._manager.live.find(tensor)) is not None and saved.again is outer:
                     self._manager.give(saved, tensor)
-            outer.returned(result)
+            outer.returned(number, result)
         if self._has_borders:
             self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
@@ -121,8 +121,9 @@ class ModuleCalls:
             result = function(*args, **kwargs)
         finally:
             self._call = None
-        call.forward_is_over()
-        if not (keeps_outputs or part):
+        if keeps_outputs or part:
+            call.forward_is_over()  # else who saves an output may want all of it
+        else:
             self._produced.add(call, tensors(result), tensors(arguments))
         return result
 
@@ -162,8 +163,8 @@ class ModuleCalls:
         return bool(self._produced)
 
     def next_save(self) -> int | None:
-        """Number of a save within the call that will run again; None outside. In a module inside a pointwise call only
-        what it was given counts."""
+        """Number of a save within the call that will run again; None outside. In a module inside that will not run with
+        it only what it was given counts."""
         if self._call is not None:
             return self._call.next_save()
         return None if self._around is None else INSIDE

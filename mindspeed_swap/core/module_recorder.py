@@ -30,6 +30,7 @@ class Tracked:
 
     key: ModuleKey
     begin: int
+    once: bool = False  # it must not run again: calls around it are run again without it
     end: int = -1
     repeats: bool = True  # its inputs are as they were, so it could run again
     inputs: dict[_Identity, int] = field(default_factory=dict)  # -> bytes, of those not known to be saved
@@ -37,6 +38,7 @@ class Tracked:
     frees: list[SavedRecord] = field(default_factory=list)
     there: list[int] = field(default_factory=list)  # for each of ``frees``: from this point on it exists
     begins: list[int] = field(default_factory=list)  # of all modules inside
+    left_out: list[Tracked] = field(default_factory=list)  # of these, all that must not run again
     keeps: list[SavedRecord] = field(default_factory=list)
     # Of its pointwise part, see Note [Pointwise] in again.py.
     inside: list[Tracked] = field(default_factory=list)  # modules called by this one
@@ -76,22 +78,29 @@ class ModuleRecorder:
         self._watched: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[tuple[Tracked, bool]]]] = {}
 
     def enter(
-        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]]
+        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]], *, once: bool = False
     ) -> Tracked:
         """``begin``: the point just closed. ``inputs``: tensors that could be moved, with their saves so far."""
-        tracked = Tracked(key, begin)
+        tracked = Tracked(key, begin, once)
+        inside = any(outer.once for outer in self._running)
         for outer in self._running:
             outer.begins.append(begin)
+            if once and not inside:
+                outer.left_out.append(tracked)
         if self._running:
             self._running[-1].inside.append(tracked)
         for tensor, record in inputs:
             tracked.given.add(_identity(tensor)[0])
-            if record is not None:
-                tracked.keeps.append(record)
-            elif (identity := self._watch(tensor, tracked, True)) not in tracked.inputs:
-                tracked.inputs[identity] = tensor.untyped_storage().nbytes()
+            self._keep(tracked, tensor, record)
         self._running.append(tracked)
         return tracked
+
+    def _keep(self, tracked: Tracked, tensor: torch.Tensor, record: SavedRecord | None) -> None:
+        """The call needs it to run again."""
+        if record is not None:
+            tracked.keeps.append(record)
+        elif (identity := self._watch(tensor, tracked, True)) not in tracked.inputs:
+            tracked.inputs[identity] = tensor.untyped_storage().nbytes()
 
     def exit(
         self, tracked: Tracked, end: int, outputs: list[tuple[torch.Tensor, SavedRecord | None]], *, unchanged: bool
@@ -101,7 +110,11 @@ class ModuleRecorder:
             pass
         tracked.end, tracked.repeats = end, unchanged
         self._done.append(tracked)
+        around = self._running if tracked.once and not any(outer.once for outer in self._running) else []
         for tensor, record in outputs:
+            for outer in around:
+                if record is None or record not in outer.keeps:
+                    self._keep(outer, tensor, record)
             if unchanged:
                 self._watch(tensor, tracked, False)
             known = [] if record is None else [record]
@@ -138,10 +151,13 @@ class ModuleRecorder:
                 if not is_input and id(tracked) not in inputs_of:
                     tracked.frees.append(record)
                     tracked.there.append(tracked.end)
-        inner = self._running[-1] if self._running else None
+        once = next((tracked for tracked in self._running if tracked.once), None)
+        inner = once or (self._running[-1] if self._running else None)
         there = inner.begin if inner is not None and saved.identity in inner.given else record.saved
         for tracked, called in zip(self._running, [*self._running[1:], None], strict=False):
             if id(tracked) in inputs_of:
+                continue
+            if once is not None and once in tracked.left_out and saved.identity not in once.given:
                 continue
             tracked.frees.append(record)
             tracked.there.append(there)
@@ -160,8 +176,10 @@ class ModuleRecorder:
             found += self._pointwise(call, trace, gone)
             frees, until = call.freed(list(zip(call.frees, call.there, strict=True)))
             stop = call.stop(until) if frees else call.end
-            spent = _between(trace, call.begin, stop)
-            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, gone=gone) if frees else 0
+            asked = [module for module in call.left_out if module.end <= stop]
+            spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
+            left_out = [(m.begin, m.end, [known[0] for known in m.outputs if known]) for m in asked]
+            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out, gone) if frees else 0
             found.append(call.record(call.key, spent, frees, call.keeps, rerun))
         return found
 

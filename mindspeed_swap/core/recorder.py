@@ -211,9 +211,9 @@ class Recorder:
         """A custom operator ran between the two events."""
         self._operators.append((name, self._next, before, after))
 
-    def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]]) -> Tracked:
+    def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]], once: bool) -> Tracked:
         """A module begins, at the point just closed."""
-        return self.modules.enter(key, self._next - 1, self._known(inputs))
+        return self.modules.enter(key, self._next - 1, self._known(inputs), once=once)
 
     def exit(
         self, tracked: Tracked, outputs: list[tuple[torch.Tensor, SavedTensor | None]], *, unchanged: bool
