@@ -10,15 +10,16 @@ from layouts import Layout
 pytest.importorskip("megatron.training")
 
 LAYERS, MICROBATCHES = 3, 2
+FLAGS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss --moe-z-loss-coeff 0.001 "
+    "--moe-input-jitter-eps 0.1 --moe-shared-expert-intermediate-size 64 "
+    "--hidden-dropout 0.1 --attention-dropout 0.1"
+)
 EXPERTS = Layout(
     "experts",
-    tuple(
-        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall "
-        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1 "
-        "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss --moe-z-loss-coeff 0.001 "
-        "--moe-input-jitter-eps 0.1 --moe-shared-expert-intermediate-size 64 "
-        "--hidden-dropout 0.1 --attention-dropout 0.1".split()
-    ),
+    tuple(FLAGS.split()),
     {"LAYERS": str(LAYERS), "MBS": "8", "GBS": str(8 * MICROBATCHES), "ITERS": "6"},
     ranks=1,
 )
