@@ -43,6 +43,9 @@ from mindspeed_swap.units import format_bytes
 
 # Before a try is recorded, on a real device.
 UNRECORDED_STEPS = 2
+# A recorded step that is so much shorter than the one before it is of a workload that still warms up (kernels are
+# chosen for shapes that experts see for the first time). So often another is waited for.
+WARMING_SHARE, MOST_WARMING = 0.1, 2
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
@@ -103,6 +106,7 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _unrecorded: int = 0  # so many of the next steps
+    _warming: int = 0  # recorded steps so far that nothing was planned from for that
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
     _waited: bool = False
@@ -213,10 +217,14 @@ class SmartSwap:
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
+        warming = self._timed_ms is not None and trace.step_ms < (1 - WARMING_SHARE) * self._timed_ms
+        self._warming += warming
+        unready |= warming and self._warming <= MOST_WARMING
         own = self.peak_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
         if facts.unready or self._must_wait(facts):
             return False
+        self._warming = 0
         self._afresh, self._extra_bytes, self._peer_lacks_more = False, 0, max(0.0, facts.over - own)
         self._learned_reserve_bytes = None
         self.floor = floor(trace, self.policy.verbs)

@@ -86,6 +86,22 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
     assert [tried.step_ms for tried in it.tries] == told[: len(it.tries)]
 
 
+@pytest.mark.parametrize("times, planned_after", [
+    ((1.0,), 3),  # in steps, of what a recorded one takes
+    ((1.1,), 3),
+    ((2.0, 1.0), 5),
+    ((2.0, 1.5, 1.2), 7),  # by then enough
+    ((0.8,), 3),
+])  # fmt: skip
+def test_on_a_device_nothing_is_planned_from_a_step_that_warms_up(times, planned_after):
+    it = search(settles=True)
+    told = iter(times)
+    while it.phase is Phase.WARM_UP:
+        step = (TRACE if it.steps else FIRST) if it.next_step().record else None
+        it.after_step(StepStats(saves=SAVED), step, next(told) * TRACE.step_ms if it.times else None)
+    assert it.phase is Phase.SEARCH and it.steps == planned_after and not list(told)
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_on_a_device_a_recorded_step_is_told_as_long_as_it_is_without_recording(pipelined):
     """In a pipeline it may be longer because other stages recorded, too: that is not taken from this one's work."""
