@@ -52,7 +52,8 @@ def _may_run_again(experts: nn.Module) -> bool:
     config = getattr(experts, "config", None)
     alone = getattr(config, "expert_model_parallel_size", 0) == 1
     overlaps = getattr(config, "moe_shared_expert_overlap", False)
-    return alone and not overlaps and str(type(experts).forward.__module__).startswith("megatron.core.")
+    kind = type(experts)
+    return alone and not overlaps and all(str(each.__module__).startswith("megatron.core.") for each in (kind, kind.forward))
 
 
 def layer_names(models: Iterable[nn.Module]) -> list[dict[int, list[str]]]:

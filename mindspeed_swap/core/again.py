@@ -34,6 +34,8 @@ from mindspeed_swap.core.trace import ModuleKey
 
 Packed = Handle | Passed
 Identity = tuple[int, int]
+# Told of a module called while a call runs again: its arguments, whether it must not. A value: what it returns, unrun.
+OnModule = Callable[[tuple[Any, Any], bool], tuple[Any] | None]
 
 
 def packed_state(state: torch.Tensor) -> bytes:
@@ -107,6 +109,7 @@ class Call:
         # the random state after it; how many of them will be asked.
         self._answers: dict[int, tuple[list[Any], Any, Any]] = {}
         self._needed = 0
+        self.gave: set[int] = set()  # storages of these, which are kept: the call has not made them
         leaves, self._spec = tree_flatten(arguments)
         self._leaves = self._held(leaves)
         self._function = function
@@ -146,6 +149,7 @@ class Call:
         """A module inside that will not run again is over."""
         leaves, spec = tree_flatten(result)
         self._answers[number] = self._held(leaves), spec, self._random.get()
+        self.gave.update(tensor.untyped_storage()._cdata for tensor in tensors(result))
 
     def forward_is_over(self) -> None:
         for number in list(self._answers)[self._needed :]:
@@ -174,11 +178,10 @@ class Call:
         unpack: Callable[[Packed], torch.Tensor],
         find: Callable[[int], SavedTensor | None],
         give: Callable[[SavedTensor, torch.Tensor], None],
-        watch: Callable[[Callable[[tuple[Any, Any]], tuple[Any] | None]], AbstractContextManager[None]],
+        watch: Callable[[OnModule], AbstractContextManager[None]],
     ) -> None:
         """Hands every tensor that is still wanted, which ``find`` tells by its serial, to ``give``. ``watch`` has a
-        function told of every module called inside; if it gives a value, that is what the module returns, unrun.
-        Raises RuntimeError if the forward differs from the first time."""
+        function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
 
         def free(leaves: list[Any]) -> list[Any]:
             found = []
@@ -209,13 +212,15 @@ class Call:
         def pack(tensor: torch.Tensor) -> None:
             settle(by_save.pop(next(saves), None), tensor)
 
-        def enter(arguments: tuple[Any, Any]) -> tuple[Any] | None:
+        def enter(arguments: tuple[Any, Any], once: bool) -> tuple[Any] | None:
             entry = next(entries)
             for index, tensor in enumerate(tensors(arguments)) if by_input else ():
                 settle(by_input.pop((entry, index), None), tensor)
             if not (by_save or by_input or by_output):
                 raise _Enough
             if (answer := self._answers.get(entry)) is None:
+                if once:  # it raised the first time
+                    raise RuntimeError(self._differs())
                 return None
             held, spec, state = answer
             self._random.set(state)
@@ -252,7 +257,7 @@ class Produced:
 
     def add(self, call: Call, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """``inputs``: an output that is one of them was not made by it."""
-        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        given = call.gave | {tensor.untyped_storage()._cdata for tensor in inputs}
         for index, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()
             if storage._cdata in given:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_swap.core.again import Call, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.spans import span
@@ -31,7 +31,7 @@ class ModuleCalls:
         self._around: Call | None = None  # one in which a module runs that will not run again with it
         self._produced = Produced()
         # Told of module calls while one runs again.
-        self._on_module: Callable[[tuple[Any, Any]], tuple[Any] | None] | None = None
+        self._on_module: OnModule | None = None
         self._runs_again = 0  # how many are running, one inside the other
 
     def follow(self, plan: Plan | None, borders: bool, observed: bool) -> None:
@@ -55,7 +55,7 @@ class ModuleCalls:
         if scope is None:
             if self._on_module is None:
                 return function(*args, **kwargs)
-            if (answer := self._on_module((args, kwargs))) is not None:
+            if (answer := self._on_module((args, kwargs), once)) is not None:
                 return answer[0]
             with may_stop(args):
                 return function(*args, **kwargs)
@@ -72,35 +72,48 @@ class ModuleCalls:
         tracked, versions, refuses = None, [], self._manager.movable.refuses
         if (recorder := self._manager.recorder) is not None:
             start = perf_counter()
-            inputs = [tensor for tensor in tensors((args, kwargs)) if not refuses(tensor)]
-            versions = [(tensor, tensor._version) for tensor in inputs]
+            versions = [(tensor, tensor._version) for tensor in tensors((args, kwargs))]
+            inputs = [tensor for tensor, _ in versions if not refuses(tensor)]
             tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs], once)
             recorder.took_since(start)
-        if (outer := self._call) is None:
-            result = self._run(key, function, args, kwargs, keeps_outputs, once)
-        elif not (outer.pointwise or once):
-            with outer.module((args, kwargs)):
-                result = function(*args, **kwargs)
-        else:
-            around, self._call, self._around = self._around, None, outer
-            try:
-                with outer.module((args, kwargs)) as number:
-                    result = self._run(key, function, args, kwargs, keeps_outputs, once)
-            finally:
-                self._call, self._around = outer, around
-            for tensor in tensors(result):
-                # What it was given and gives back would be wanted from the very call that keeps it: a circle.
-                if (saved := self._manager.live.find(tensor)) is not None and saved.again is outer:
-                    self._manager.give(saved, tensor)
-            outer.returned(number, result)
+        try:
+            result = self._run_within(self._call, key, function, args, kwargs, keeps_outputs, once)
+        except BaseException:
+            if recorder is not None and tracked is not None:
+                recorder.modules.drop(tracked)
+            raise
         if self._has_borders:
             self._manager.at(scope.module_border())
         if recorder is not None and tracked is not None and recorder is self._manager.recorder:
             start = perf_counter()
-            unchanged = not once and all(tensor._version == version for tensor, version in versions)
-            made = [] if keeps_outputs else [tensor for tensor in tensors(result) if not refuses(tensor)]
-            recorder.exit(tracked, [(tensor, self._manager.live.find(tensor)) for tensor in made], unchanged=unchanged)
+            unchanged = all(tensor._version == version for tensor, version in versions)
+            gave = tensors(result)
+            made = [] if keeps_outputs else [(x, self._manager.live.find(x)) for x in gave if not refuses(x)]
+            recorder.exit(tracked, made, unchanged=unchanged, gave=gave)
             recorder.took_since(start)
+        return result
+
+    def _run_within(
+        self, outer: Call | None, key: ModuleKey, function: Callable[..., Any], args: Sequence[Any],
+        kwargs: Mapping[str, Any], keeps_outputs: bool, once: bool,
+    ) -> Any:  # fmt: skip
+        """The function, within the call that will run again (if one does)."""
+        if outer is None:
+            return self._run(key, function, args, kwargs, keeps_outputs, once)
+        if not (outer.pointwise or once):
+            with outer.module((args, kwargs)):
+                return function(*args, **kwargs)
+        around, self._call, self._around = self._around, None, outer
+        try:
+            with outer.module((args, kwargs)) as number:
+                result = self._run(key, function, args, kwargs, keeps_outputs, once)
+        finally:
+            self._call, self._around = outer, around
+        for tensor in tensors(result):
+            # What it was given and gives back would be wanted from the very call that keeps it: a circle.
+            if (saved := self._manager.live.find(tensor)) is not None and saved.again is outer:
+                self._manager.give(saved, tensor)
+        outer.returned(number, result)
         return result
 
     def _run(
@@ -149,7 +162,7 @@ class ModuleCalls:
                 measured.recomputed(call.key, before, after, earlier, accelerator.take_interval())
 
     @contextmanager
-    def _watching(self, enter: Callable[[tuple[Any, Any]], tuple[Any] | None]) -> Iterator[None]:
+    def _watching(self, enter: OnModule) -> Iterator[None]:
         outer, self._on_module = self._on_module, enter
         try:
             yield

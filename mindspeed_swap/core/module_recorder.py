@@ -32,18 +32,26 @@ class Tracked:
     begin: int
     once: bool = False  # it must not run again: calls around it are run again without it
     end: int = -1
-    repeats: bool = True  # its inputs are as they were, so it could run again
+    repeats: bool = True  # it could run again: inputs, and what is left out in it gave, are as they were
+    in_parts: bool = True  # so could its pointwise part: no module inside has changed what it was given
     inputs: dict[_Identity, int] = field(default_factory=dict)  # -> bytes, of those not known to be saved
     given: set[_Identity] = field(default_factory=set)  # what it was called with, saved or not
-    frees: list[SavedRecord] = field(default_factory=list)
-    there: list[int] = field(default_factory=list)  # for each of ``frees``: from this point on it exists
+    frees: list[tuple[SavedRecord, int]] = field(default_factory=list)  # and from which point on each exists
     begins: list[int] = field(default_factory=list)  # of all modules inside
-    left_out: list[Tracked] = field(default_factory=list)  # of these, all that must not run again
+    left_out: list[Tracked] = field(default_factory=list)  # of these, all that must not run again with it
+    answers: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # what those gave, and its version
     keeps: list[SavedRecord] = field(default_factory=list)
     # Of its pointwise part, see Note [Pointwise] in again.py.
     inside: list[Tracked] = field(default_factory=list)  # modules called by this one
     outputs: list[list[SavedRecord]] = field(default_factory=list)  # for each: its save, or nothing if there is none
-    own: list[tuple[SavedRecord, int]] = field(default_factory=list)  # saves, as ``frees`` and ``there``
+    own: list[tuple[SavedRecord, int]] = field(default_factory=list)  # saves, as ``frees``
+
+    def keep(self, record: SavedRecord) -> None:
+        """It is needed to run the call again, so the call does not free it."""
+        self.frees = [(freed, there) for freed, there in self.frees if freed is not record]
+        self.own = [(own, there) for own, there in self.own if own is not record]
+        if all(kept is not record for kept in self.keeps):
+            self.keeps.append(record)
 
     def freed(self, saves: list[tuple[SavedRecord, int]]) -> tuple[list[SavedRecord], int]:
         """Those of the saves (with the point from which on they exist) that running again would bring back, and from
@@ -82,11 +90,10 @@ class ModuleRecorder:
     ) -> Tracked:
         """``begin``: the point just closed. ``inputs``: tensors that could be moved, with their saves so far."""
         tracked = Tracked(key, begin, once)
-        inside = any(outer.once for outer in self._running)
         for outer in self._running:
             outer.begins.append(begin)
-            if once and not inside:
-                outer.left_out.append(tracked)
+        for outer in self._around(tracked):
+            outer.left_out.append(tracked)
         if self._running:
             self._running[-1].inside.append(tracked)
         for tensor, record in inputs:
@@ -95,27 +102,50 @@ class ModuleRecorder:
         self._running.append(tracked)
         return tracked
 
+    def _around(self, tracked: Tracked) -> list[Tracked]:
+        """The running calls that would run again without it, if it must not: up to one that must not either."""
+        found: list[Tracked] = []
+        for outer in reversed(self._running if tracked.once else []):
+            found.append(outer)
+            if outer.once:
+                break
+        return found
+
     def _keep(self, tracked: Tracked, tensor: torch.Tensor, record: SavedRecord | None) -> None:
         """The call needs it to run again."""
         if record is not None:
-            tracked.keeps.append(record)
+            tracked.keep(record)
         elif (identity := self._watch(tensor, tracked, True)) not in tracked.inputs:
             tracked.inputs[identity] = tensor.untyped_storage().nbytes()
 
+    def drop(self, tracked: Tracked) -> None:
+        """It no longer runs, nor what was left inside by an exception."""
+        if tracked in self._running:
+            del self._running[self._running.index(tracked) :]
+
     def exit(
-        self, tracked: Tracked, end: int, outputs: list[tuple[torch.Tensor, SavedRecord | None]], *, unchanged: bool
-    ) -> None:
-        """``outputs``: as ``inputs`` of ``enter``. ``unchanged``: its inputs are as they were."""
-        while self._running and self._running.pop() is not tracked:  # those left by an exception
-            pass
-        tracked.end, tracked.repeats = end, unchanged
+        self, tracked: Tracked, end: int, outputs: list[tuple[torch.Tensor, SavedRecord | None]], *, unchanged: bool,
+        gave: list[torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """``outputs``: as ``inputs`` of ``enter``. ``unchanged``: its inputs are as they were. ``gave``: all tensors
+        that it gave, of one that must not run again."""
+        self.drop(tracked)
+        tracked.end = end
+        tracked.repeats &= unchanged and not tracked.once
+        tracked.repeats &= all(tensor._version == version for tensor, version in tracked.answers)
+        tracked.answers.clear()
+        if self._running:
+            self._running[-1].in_parts &= unchanged
         self._done.append(tracked)
-        around = self._running if tracked.once and not any(outer.once for outer in self._running) else []
+        around = self._around(tracked)
+        for outer in around:
+            outer.repeats &= unchanged
+            # An alias shares the version, and no graph.
+            outer.answers += [(tensor.detach(), tensor._version) for tensor in gave or ()]
         for tensor, record in outputs:
             for outer in around:
-                if record is None or record not in outer.keeps:
-                    self._keep(outer, tensor, record)
-            if unchanged:
+                self._keep(outer, tensor, record)
+            if tracked.repeats:
                 self._watch(tensor, tracked, False)
             known = [] if record is None else [record]
             tracked.outputs.append(known)
@@ -147,26 +177,29 @@ class ModuleRecorder:
                     inputs_of.add(id(tracked))
                     if tracked.inputs.pop(saved.identity, None) is not None:
                         tracked.keeps.append(record)
-            for tracked, is_input in watchers:
-                if not is_input and id(tracked) not in inputs_of:
-                    tracked.frees.append(record)
-                    tracked.there.append(tracked.end)
-        once = next((tracked for tracked in self._running if tracked.once), None)
-        inner = once or (self._running[-1] if self._running else None)
-        there = inner.begin if inner is not None and saved.identity in inner.given else record.saved
-        for tracked, called in zip(self._running, [*self._running[1:], None], strict=False):
-            if id(tracked) in inputs_of:
-                continue
-            if once is not None and once in tracked.left_out and saved.identity not in once.given:
-                continue
-            tracked.frees.append(record)
-            tracked.there.append(there)
-            if any(known == [record] for module in tracked.inside for known in module.outputs):
-                continue
-            if called is None:
-                tracked.own.append((record, record.saved))
-            elif saved.identity in called.given:
-                tracked.own.append((record, called.begin))
+            made_by = {id(tracked): tracked for tracked, is_input in watchers if not is_input}  # once, however often
+            for tracked in made_by.values():
+                if id(tracked) not in inputs_of:
+                    tracked.frees.append((record, tracked.end))
+        once = called = None  # of what runs inside the call, the outermost that is left out; and the next
+        for tracked in reversed(self._running):
+            if id(tracked) not in inputs_of:
+                self._saved_inside(tracked, saved, record, once, called)
+            once, called = tracked if tracked.once else once, tracked
+
+    def _saved_inside(
+        self, tracked: Tracked, saved: SavedTensor, record: SavedRecord, once: Tracked | None, called: Tracked | None
+    ) -> None:
+        inner = once or self._running[-1]
+        given = saved.identity in inner.given
+        if once is None or given:
+            tracked.frees.append((record, inner.begin if given else record.saved))
+        if any(known == [record] for module in tracked.inside for known in module.outputs):
+            return
+        if called is None:
+            tracked.own.append((record, record.saved))
+        elif saved.identity in called.given:
+            tracked.own.append((record, called.begin))
 
     def finish(self, trace: StepTrace, gone: Mapping[Key, int]) -> list[ModuleRecord]:
         """In the order in which they ended. Those that cannot run again free nothing. ``trace``: with all points;
@@ -174,7 +207,7 @@ class ModuleRecorder:
         found = []
         for call in self._done:
             found += self._pointwise(call, trace, gone)
-            frees, until = call.freed(list(zip(call.frees, call.there, strict=True)))
+            frees, until = call.freed(call.frees)
             stop = call.stop(until) if frees else call.end
             asked = [module for module in call.left_out if module.end <= stop]
             spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
@@ -189,7 +222,7 @@ class ModuleRecorder:
         frees, until = call.freed(call.own)
         asked = [module for module in call.inside if 0 <= module.end <= until]
         outputs = [known for module in asked for known in module.outputs]
-        if not frees or not asked or not all(outputs):
+        if not (frees and asked and all(outputs) and call.in_parts):
             return []
         stop = min((module.begin for module in call.inside if module.begin >= until), default=call.end)
         spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)

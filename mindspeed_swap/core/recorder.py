@@ -217,10 +217,11 @@ class Recorder:
         return self.modules.enter(key, self._next - 1, self._known(inputs), once=once)
 
     def exit(
-        self, tracked: Tracked, outputs: list[tuple[torch.Tensor, SavedTensor | None]], *, unchanged: bool
-    ) -> None:
+        self, tracked: Tracked, outputs: list[tuple[torch.Tensor, SavedTensor | None]], *, unchanged: bool,
+        gave: list[torch.Tensor],
+    ) -> None:  # fmt: skip
         """It ends, at the point just closed."""
-        self.modules.exit(tracked, self._next - 1, self._known(outputs), unchanged=unchanged)
+        self.modules.exit(tracked, self._next - 1, self._known(outputs), unchanged=unchanged, gave=gave)
 
     def _known(
         self, found: list[tuple[torch.Tensor, SavedTensor | None]]

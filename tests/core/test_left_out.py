@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swapping import assert_nothing_left, assert_same, new_manager
+from swapping import assert_nothing_left, assert_same, new_manager, run_step
 from test_again import LAYERS, TOKENS, WIDTH, Blocks, plan_of
+from torch.nn.functional import gelu
 
-from mindspeed_swap.core.recompute import modules_of
+from mindspeed_swap.core.plan import Plan, Recompute
+from mindspeed_swap.core.recompute import Chosen, modules_of
+from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
 from mindspeed_swap.core.trace import ModuleKey
@@ -162,3 +165,203 @@ def test_a_retained_graph_runs_it_again_without_it(sim):
     del loss
     manager.end_step()
     assert_nothing_left(manager)
+
+
+class One:
+    """One layer, which is ``body`` with its modules; those named ``once`` must not run twice."""
+
+    def __init__(self, body):
+        random = torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=random) / 5)
+        self.inputs = torch.randn(TOKENS, WIDTH, generator=random)
+        self.body, self.manager = body, None
+
+    def call(self, name, function, *args):
+        if self.manager is None:
+            return function(*args)
+        return self.manager.calls.call(name, function, args, {}, once=name.startswith("once"))
+
+    def __call__(self, layer):
+        with layer(1):
+            return self.body(self.call, self.inputs @ self.weight).square().mean()
+
+    def step(self, manager, plan=None, record=False):
+        self.manager = manager
+        return run_step(self, [self.weight], manager, plan, record=record)
+
+
+def candidates(body, sim):
+    """{name: frees of it} as a recorded step tells them."""
+    trace = One(body).step(new_manager(sim), record=True).trace
+    return {module.record.key.name: module.record.frees for module in modules_of(trace)}
+
+
+def assert_right(body, sim, *names):
+    """Planned, they give up what the recorded step told, the bits are the same, and nothing is left."""
+    model, manager = One(body), new_manager(sim)
+    plain = model.step(None)
+    trace = model.step(manager, record=True).trace
+    found = [module.record for module in modules_of(trace) if module.record.key.name in names]
+    assert len(found) == len(names)
+    plan = Plan(trace.model, 0, (), tuple(Recompute(record.key, 1, 0.0) for record in found))
+    for record in (False, True):
+        assert_same(model.step(manager, plan, record=record), plain)
+    manager.begin_step(plan)
+    model.manager = manager
+    with manager.forward(0):
+        loss = model(manager.layer)
+    manager.drain()
+    dropped = [saved.key for saved in manager.live.by_serial.values() if saved.state is State.DROPPED]
+    assert sorted(dropped) == sorted(key for record in found for key in record.frees)
+    del loss
+    manager.end_step()
+    assert_nothing_left(manager)
+
+
+@pytest.mark.parametrize("use", [torch.sin, lambda gave: gave], ids=["saved", "saved by nobody"])
+def test_what_it_gave_is_given_on(sim, use):
+    def body(call, hidden):
+        def outer(hidden):
+            return gelu(hidden * 1.5), call("once", lambda x: x * 0.5 + 1, hidden)
+
+        made, gave = call("outer", outer, hidden)
+        return made + use(gave)
+
+    assert_right(body, sim, "outer")
+
+
+def test_what_changes_its_input_is_left_out_of_nothing(sim):
+    def body(call, hidden):
+        def once(x):
+            x.add_(1.0)
+            return x.sum(1, keepdim=True)
+
+        def outer(hidden):
+            scaled = hidden * 1.5
+            gave = call("once", once, scaled)
+            return gelu(scaled) + gave
+
+        return call("outer", outer, hidden)
+
+    assert candidates(body, sim) == {}
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 0.5 + 1, lambda x: x.sum(1, keepdim=True)], ids=["large", "small"])
+def test_what_it_gave_and_is_changed_in_place_is_made_again_by_nobody(sim, make):
+    """As the routing map that is padded for quantized experts."""
+
+    def body(call, hidden):
+        def outer(hidden):
+            gave = call("once", make, hidden)
+            gave.mul_(3.0)
+            return gelu(hidden * 1.5) + gave
+
+        return call("outer", outer, hidden)
+
+    assert candidates(body, sim) == {}
+    model = One(body)
+    assert_same(model.step(new_manager(sim), Plan("test", 0)), model.step(None))
+
+
+def test_a_module_that_changes_its_input_has_nothing_pointwise_around_it(sim):
+    def body(call, hidden):
+        def inner(x):
+            x.add_(1.0)
+            return torch.sigmoid(x)
+
+        def outer(hidden):
+            scaled = hidden * 1.5
+            gave = call("inner", inner, scaled)
+            return gelu(scaled) * gave
+
+        return call("outer", outer, hidden)
+
+    assert set(candidates(body, sim)) == {"outer"}
+    assert_right(body, sim, "outer")
+
+
+def test_what_was_saved_before_and_is_given_back_stays(sim):
+    def body(call, hidden):
+        def outer(hidden):
+            scaled = hidden * 1.5
+            before = gelu(scaled)
+            same, total = call("once", lambda x: (x, x.sigmoid().sum(1, keepdim=True)), scaled)
+            return before * total + torch.tanh(same)
+
+        return call("outer", outer, hidden)
+
+    assert_right(body, sim, "outer")
+
+
+def test_one_within_a_module_within_one(sim):
+    def body(call, hidden):
+        def once(x):
+            return torch.sigmoid(torch.tanh(torch.sigmoid(x * 1.5)) * 0.5)
+
+        def outer(x):
+            return torch.tanh(torch.exp(call("once", once, torch.sin(x * 0.3))))
+
+        return call("once.top", lambda x: call("outer", outer, x) * 2.0, hidden)
+
+    assert_right(body, sim, "outer")
+
+
+@pytest.mark.parametrize("name", ["outer", "outer.pointwise"])
+def test_what_it_saves_without_being_given_it(sim, name):
+    def body(call, hidden):
+        def outer(hidden):
+            seen = torch.sin(hidden)
+            gave = call("mid", lambda x: call("once", lambda: x.sigmoid() * x + torch.cos(x)), seen)
+            return torch.tanh(gave * torch.exp(seen))
+
+        return call("outer", outer, hidden)
+
+    assert_right(body, sim, name)
+
+
+def test_one_that_raises_is_not_running_any_more_and_never_runs_again(sim):
+    runs = []
+
+    def body(call, hidden):
+        def once(x):
+            runs.append(x.shape)
+            if len(runs) % 2:
+                raise ValueError
+            return x * 2
+
+        def outer(hidden):
+            try:
+                gave = call("once", once, hidden)
+            except ValueError:
+                gave = call("once", once, hidden)
+            return gelu(gelu(hidden * 1.5) * gave)
+
+        return call("outer", outer, hidden)
+
+    model, manager = One(body), new_manager(sim)
+    trace = model.step(manager, record=True).trace
+    (outer,) = [module.record for module in modules_of(trace) if module.record.key.name == "outer"]
+    assert sorted(key.ordinal for key in outer.frees) == [1, 3, 4, 5], "with the sum outside"
+    assert [key.ordinal for key in outer.keeps] == [2], "what it gave"
+    plan = Plan(trace.model, 0, (), (Recompute(outer.key, 1, 0.0),))
+    with pytest.raises(RuntimeError, match="its forward did other things"):
+        model.step(manager, plan)
+    assert len(runs) == 4
+
+
+def test_two_views_of_what_a_module_made_are_one(sim):
+    def body(call, hidden):
+        def outer(hidden):
+            first, second = call("two", lambda x: gelu(x * 1.5).chunk(2, 1), hidden)
+            return torch.sin(first) * torch.sin(second)
+
+        return call("outer", outer, hidden)
+
+    assert all(len(set(frees)) == len(frees) for frees in candidates(body, sim).values())
+    assert_right(body, sim, "two")
+    trace = One(body).step(new_manager(sim), record=True).trace
+    chosen = Chosen(modules_of(trace))
+    for _ in range(2):
+        for m in range(len(chosen.modules)):
+            chosen.add(m)
+    assert len(chosen.members()) == 1
