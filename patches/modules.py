@@ -52,8 +52,8 @@ def _may_run_again(experts: nn.Module) -> bool:
     config = getattr(experts, "config", None)
     alone = getattr(config, "expert_model_parallel_size", 0) == 1
     overlaps = getattr(config, "moe_shared_expert_overlap", False)
-    kind = type(experts)
-    return alone and not overlaps and all(str(each.__module__).startswith("megatron.core.") for each in (kind, kind.forward))
+    sources = (type(experts).__module__, type(experts).forward.__module__)
+    return alone and not overlaps and all(str(source).startswith("megatron.core.") for source in sources)
 
 
 def layer_names(models: Iterable[nn.Module]) -> list[dict[int, list[str]]]:
