@@ -112,10 +112,12 @@ class ModuleRecorder:
         return found
 
     def _keep(self, tracked: Tracked, tensor: torch.Tensor, record: SavedRecord | None) -> None:
-        """The call needs it to run again."""
+        """The call needs it to run again. (Watched even if somebody has saved it: that save may end, and another
+        come.)"""
+        identity = self._watch(tensor, tracked, True)
         if record is not None:
             tracked.keep(record)
-        elif (identity := self._watch(tensor, tracked, True)) not in tracked.inputs:
+        elif identity not in tracked.inputs:
             tracked.inputs[identity] = tensor.untyped_storage().nbytes()
 
     def drop(self, tracked: Tracked) -> None:
@@ -173,10 +175,10 @@ class ModuleRecorder:
         ref, watchers = self._watched.get(saved.identity, (None, []))
         if ref is not None and ref() is saved.storage_ref():
             for tracked, is_input in watchers:
-                if is_input:
+                if is_input and id(tracked) not in inputs_of:
                     inputs_of.add(id(tracked))
-                    if tracked.inputs.pop(saved.identity, None) is not None:
-                        tracked.keeps.append(record)
+                    tracked.inputs.pop(saved.identity, None)
+                    tracked.keeps.append(record)
             made_by = {id(tracked): tracked for tracked, is_input in watchers if not is_input}  # once, however often
             for tracked in made_by.values():
                 if id(tracked) not in inputs_of:

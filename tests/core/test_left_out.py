@@ -230,6 +230,25 @@ def test_what_it_gave_is_given_on(sim, use):
     assert_right(body, sim, "outer")
 
 
+@pytest.mark.parametrize("name", ["once", "inner"])
+def test_what_was_saved_in_vain_and_is_saved_again(sim, name):
+    """By an operator inside of which nobody wants anything in the end; then outside."""
+
+    def body(call, hidden):
+        def inner(x):
+            made = x * 0.5 + 1
+            return made, torch.sin(made)
+
+        def outer(hidden):
+            made, (gave, _) = gelu(hidden * 1.5), call(name, inner, hidden)
+            return made, gave
+
+        made, gave = call("outer", outer, hidden)
+        return made * torch.sin(gave)
+
+    assert_right(body, sim, "outer")
+
+
 def test_what_changes_its_input_is_left_out_of_nothing(sim):
     def body(call, hidden):
         def once(x):
