@@ -106,7 +106,7 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _unrecorded: int = 0  # so many of the next steps
-    _warming: int = 0  # recorded steps so far that nothing was planned from for that
+    _warming: int = 0  # recorded steps so far of which the step before them tells that
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
     _waited: bool = False
@@ -217,8 +217,8 @@ class SmartSwap:
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
+        self._warming += self._timed_ms is not None  # the same on all ranks
         warming = self._timed_ms is not None and trace.step_ms < (1 - WARMING_SHARE) * self._timed_ms
-        self._warming += warming
         unready |= warming and self._warming <= MOST_WARMING
         own = self.peak_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
