@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from swapping import assert_nothing_left, assert_same, new_manager, run_step
-from test_again import LAYERS, TOKENS, WIDTH, Blocks, plan_of
+from test_again import LAYERS, TOKENS, WIDTH, Blocks, assert_right_within_budgets, plan_of
 from torch.nn.functional import gelu
 
 from mindspeed_swap.core.plan import Plan, Recompute
 from mindspeed_swap.core.recompute import Chosen, modules_of
 from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.simulate import simulate
-from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
 from mindspeed_swap.core.trace import ModuleKey
 
 ROW = TOKENS * WIDTH * 4  # bytes of a hidden state
@@ -115,21 +114,9 @@ def test_predicted_peak_is_measured(sim):
 
 
 def test_all_verbs_within_a_budget(sim):
-    model, manager = Routed(12), new_manager(sim)
-    plain = model.step(None)
-    trace = model.step(manager, record=True).trace
-    trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = sum(r.nbytes for r in trace.saved) / (20 * trace.step_ms)
-    least = floor(trace, ALL_VERBS).reachable_bytes
-    peak = max(point.peak_bytes for point in trace.points)
-    for share in (0.8, 0.5, 0.2, 0.05):
-        plan = solve(trace, int(least + share * (peak - least)), ALL_VERBS)
-        outcome = model.step(manager, plan, record=True)
-        assert_same(outcome, plain)
+    model = Routed(12)
+    for _ in assert_right_within_budgets(model, sim, (0.8, 0.5, 0.2, 0.05)):
         assert model.gates == 12
-        assert max(point.peak_bytes for point in outcome.trace.points) <= plan.budget_bytes * 1.02
-        assert outcome.stats.on_demand_loads == 0
-    assert plan.recomputes
-    assert_nothing_left(manager)
 
 
 def test_what_is_given_to_nobody_else_comes_back(sim):
