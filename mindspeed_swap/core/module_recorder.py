@@ -30,7 +30,7 @@ class Tracked:
 
     key: ModuleKey
     begin: int
-    once: bool = False  # it must not run again: calls around it are run again without it
+    once: bool  # it must not run again: calls around it are run again without it
     end: int = -1
     repeats: bool = True  # it could run again: inputs, and what is left out in it gave, are as they were
     in_parts: bool = True  # so could its pointwise part: no module inside has changed what it was given
@@ -86,7 +86,7 @@ class ModuleRecorder:
         self._watched: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[tuple[Tracked, bool]]]] = {}
 
     def enter(
-        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]], *, once: bool = False
+        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]], *, once: bool
     ) -> Tracked:
         """``begin``: the point just closed. ``inputs``: tensors that could be moved, with their saves so far."""
         tracked = Tracked(key, begin, once)
@@ -127,10 +127,10 @@ class ModuleRecorder:
 
     def exit(
         self, tracked: Tracked, end: int, outputs: list[tuple[torch.Tensor, SavedRecord | None]], *, unchanged: bool,
-        gave: list[torch.Tensor] | None = None,
+        gave: list[torch.Tensor],
     ) -> None:  # fmt: skip
         """``outputs``: as ``inputs`` of ``enter``. ``unchanged``: its inputs are as they were. ``gave``: all tensors
-        that it gave, of one that must not run again."""
+        that it gave."""
         self.drop(tracked)
         tracked.end = end
         tracked.repeats &= unchanged and not tracked.once
@@ -143,7 +143,7 @@ class ModuleRecorder:
         for outer in around:
             outer.repeats &= unchanged
             # An alias shares the version, and no graph.
-            outer.answers += [(tensor.detach(), tensor._version) for tensor in gave or ()]
+            outer.answers += [(tensor.detach(), tensor._version) for tensor in gave]
         for tensor, record in outputs:
             for outer in around:
                 self._keep(outer, tensor, record)
@@ -212,14 +212,10 @@ class ModuleRecorder:
             frees, until = call.freed(call.frees)
             stop = call.stop(until) if frees else call.end
             asked = [module for module in call.left_out if module.end <= stop]
-            spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
-            left_out = [(m.begin, m.end, [known[0] for known in m.outputs if known]) for m in asked]
-            rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out, gone) if frees else 0
-            found.append(call.record(call.key, spent, frees, call.keeps, rerun))
+            found.append(self._told(call, call.key, trace, gone, frees, call.keeps, stop, asked))
         return found
 
-    @staticmethod
-    def _pointwise(call: Tracked, trace: StepTrace, gone: Mapping[Key, int]) -> list[ModuleRecord]:
+    def _pointwise(self, call: Tracked, trace: StepTrace, gone: Mapping[Key, int]) -> list[ModuleRecord]:
         """Its pointwise part, if that can run again from what is saved anyway."""
         frees, until = call.freed(call.own)
         asked = [module for module in call.inside if 0 <= module.end <= until]
@@ -227,8 +223,16 @@ class ModuleRecorder:
         if not (frees and asked and all(outputs) and call.in_parts):
             return []
         stop = min((module.begin for module in call.inside if module.begin >= until), default=call.end)
-        spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
         keeps = list({id(record): record for record in (*call.keeps, *(known[0] for known in outputs))}.values())
-        left_out = [(module.begin, module.end, [known[0] for known in module.outputs]) for module in asked]
-        rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out, gone)
-        return [call.record(pointwise_of(call.key), spent, frees, keeps, rerun)]
+        return [self._told(call, pointwise_of(call.key), trace, gone, frees, keeps, stop, asked)]
+
+    @staticmethod
+    def _told(
+        call: Tracked, key: ModuleKey, trace: StepTrace, gone: Mapping[Key, int], frees: list[SavedRecord],
+        keeps: list[SavedRecord], stop: int, asked: list[Tracked],
+    ) -> ModuleRecord:  # fmt: skip
+        """Run again until point ``stop``, without the modules ``asked``, which only give what they gave."""
+        spent = _between(trace, call.begin, stop) - sum(_between(trace, m.begin, m.end) for m in asked)
+        left_out = [(m.begin, m.end, [known[0] for known in m.outputs if known]) for m in asked]
+        rerun = rerun_bytes(trace, call.begin, stop, frees, call.keeps, left_out, gone) if frees else 0
+        return call.record(key, spent, frees, keeps, rerun)

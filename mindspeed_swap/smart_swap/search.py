@@ -106,7 +106,7 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _unrecorded: int = 0  # so many of the next steps
-    _warming: int = 0  # recorded steps so far of which the step before them tells that
+    _warming: int = 0  # steps so far that were compared with the one before them, see WARMING_SHARE
     _timed_ms: float | None = None  # what a step of the plan took that was not recorded
     _told: str = ""
     _waited: bool = False
@@ -217,9 +217,9 @@ class SmartSwap:
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
-        self._warming += self._timed_ms is not None  # the same on all ranks
-        warming = self._timed_ms is not None and trace.step_ms < (1 - WARMING_SHARE) * self._timed_ms
-        unready |= warming and self._warming <= MOST_WARMING
+        if self._timed_ms is not None:  # as on all ranks
+            self._warming += 1
+            unready |= self._warming <= MOST_WARMING and trace.step_ms < (1 - WARMING_SHARE) * self._timed_ms
         own = self.peak_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
         if facts.unready or self._must_wait(facts):

@@ -130,7 +130,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder of the result file of a run")
     parser.add_argument("--known", "--results", type=Path, action="append", default=[], help="folders of results")
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.set_defaults(traces=None)
     parser.add_argument("--device", choices=(GPU, SIM), default=GPU)
     parser.add_argument("--page", type=Path, help="write the tables there")
     args = parser.parse_args(given)
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--run needs --out")
         args.out.mkdir(parents=True, exist_ok=True)
         args.given, args.part, args.retry = given, time.strftime("%Y%m%d-%H%M%S"), False
-        args.ahead = args.device == GPU
+        args.ahead, args.traces = args.device == GPU, None
         left = SeedCall(args, Workload(f"seeds{args.run}", "", {})).run()
     else:
         left = 0
