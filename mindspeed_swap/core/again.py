@@ -252,8 +252,9 @@ class Produced:
     def __init__(self) -> None:
         self._found: dict[Identity, tuple[weakref.ref[torch.UntypedStorage], Call, int]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    def __contains__(self, identity: Identity) -> bool:
+        """Perhaps: what had this address may be gone."""
+        return identity in self._found
 
     def add(self, call: Call, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         """``inputs``: an output that is one of them was not made by it."""

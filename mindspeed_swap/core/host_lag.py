@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from mindspeed_swap.core.lanes import MOVE_HOST_MS
-
 # A mark in an empty queue is passed within this after the least that any takes (10 us, and as long it takes the host to
 # learn of one, which is in the comparison of the clocks).
 EMPTY_MS = 0.02
@@ -32,7 +30,6 @@ class Mark:
     host_ms: float
     recording_ms: float = 0.0  # that took the host, from there to the next mark
     moving_ms: float = 0.0  # likewise
-    moves: int = 0  # that this was
     device_ms: float = 0.0
     stalled_ms: float = 0.0  # of that, waits for copies so far
     queueing_ms: float = 0.0  # of recording_ms, what that mark took
@@ -67,8 +64,6 @@ def idle(marks: Sequence[Mark], ahead_ms: float, head_ms: float = 0.0) -> Idle:
         passed = max(0.0, reached - (mark.device_ms - mark.stalled_ms))
         moved = min(passed, max(0.0, mark.moving_ms - lag))
         spent = min(passed, max(0.0, mark.moving_ms + mark.recording_ms - lag)) - moved
-        # Moves cost the step more than the calls that are timed.
-        moved = max(moved, min(passed - spent, mark.moves * MOVE_HOST_MS - lag))
         moving.append(moving[-1] + moved)
         recording.append(recording[-1] + spent)
         host_ms += after.host_ms - mark.host_ms - mark.recording_ms - mark.moving_ms

@@ -15,10 +15,10 @@ from mindspeed_swap.core.trace import Key, SavedRecord, StepTrace
 # Waits below this are rounding of floating-point sums, not waits.
 NEGLIGIBLE_MS = 1e-6
 _NEVER = float("inf")
-# What a tensor that is moved takes the host, at its save and at its read, beyond one that is kept. Only where the
-# device waits for the host does it show. In a loop of nothing else it is a fifth of that (H200: 0.1 ms both); between
-# the small kernels of experts 29 of 90 MB take 12 ms as they leave, even if nothing is copied, and 15 ms as they come.
-MOVE_HOST_MS = 0.25
+# What a tensor that is moved takes the host, beyond one that is kept. Only where the device waits for the host, as it
+# leaves, does it show. In a loop of nothing else it is 0.1 ms; between the small kernels of experts (H200, plan on and
+# off within one process) 28 to 31 of 90 MB take 18 to 44 ms of a step, half of that even if nothing is copied.
+MOVE_HOST_MS = 1.0
 # What happens at one point, in this order.
 _RELEASE, _PREFETCH, _READ, _RUN, _SAVE = range(5)
 
@@ -156,7 +156,7 @@ def run_lanes(trace: StepTrace, placed: Sequence[Placed], modules: Iterable[Modu
     stalls: list[Stall] = []
     for i, event, k in events:
         now = points[i].time_ms + stall + recompute + host
-        if points[i].waits_for_host and event in (_SAVE, _READ):
+        if event == _SAVE and points[i].waits_for_host:
             host += MOVE_HOST_MS
         if event == _PREFETCH:
             link.add(back, k, now)

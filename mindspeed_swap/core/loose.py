@@ -29,12 +29,13 @@ class Loose:
         self._passed: list[weakref.ref[Passed]] = []  # in the order of saving
 
     def pack(self, tensor: torch.Tensor, key: Key) -> Passed | None:
-        """None: its storage is in the books already."""
+        """None: its storage is in the books already, or need not be kept."""
         manager = self._manager
         manager.tidy()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return Passed(tensor)
-        if manager.live.find(tensor) is not None:
+        storage = tensor.untyped_storage()
+        if manager.live.find(tensor, storage) is not None or manager.calls.gave(tensor, storage):
             return None
         passed = Passed(tensor)
         passed.key, passed.stream = key, manager.accelerator.compute_stream()

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
@@ -170,10 +172,9 @@ class ModuleCalls:
             self._on_module = outer
 
     # ---- for the hooks of the manager
-    @property
-    def gives(self) -> bool:
-        """What is saved may be an output of a call that can make it again."""
-        return bool(self._produced)
+    def gave(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """It is an output of a call that can make it again. ``storage``: of the tensor."""
+        return (storage._cdata, tensor._version) in self._produced
 
     def next_save(self) -> int | None:
         """Number of a save within the call that will run again; None outside. In a module inside that will not run with

@@ -28,6 +28,9 @@ from mindspeed_swap.core.trace import (
 )
 
 WHOLE_LAYER = "layer"
+# What a call that is recomputed takes the host beyond one that is not: as it runs, to be able to run again, and then.
+# Only where the device waits for the host does it show.
+CALL_HOST_MS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ def modules_of(trace: StepTrace) -> list[Module]:
             if record.rerun_bytes is None:
                 frees, inputs = ([trace.saved[i] for i in numbers] for numbers in (freed, keeps))
                 record = replace(record, rerun_bytes=rerun_bytes(trace, record.begin, record.end, frees, inputs))
+            if trace.points[record.begin].waits_for_host:
+                record = replace(record, forward_ms=record.forward_ms + CALL_HOST_MS)
             working = _working_bytes(trace, record, run, dying)
             found.append(Module(record, run, tuple(freed), keeps, tuple(away), freed_bytes, working))
     return found

@@ -157,7 +157,6 @@ class Recorder:
         mark = self._marks[-1] if self._marks else Mark(0.0)
         if moving:
             mark.moving_ms += took
-            mark.moves += 1
         else:
             mark.recording_ms += took
             self.host_ms += took

@@ -42,6 +42,7 @@ class Outcome:
     stall_ms: float
     recompute_ms: float
     host_bytes: int  # most at once
+    host_ms: float
 
     @property
     def peak(self) -> int:
@@ -49,7 +50,9 @@ class Outcome:
 
     @property
     def prediction(self) -> Prediction:
-        return Prediction(self.peak_bytes, self.step_ms, self.stall_ms, self.recompute_ms, self.host_bytes)
+        return Prediction(
+            self.peak_bytes, self.step_ms, self.stall_ms, self.recompute_ms, self.host_bytes, self.host_ms
+        )
 
 
 def simulate(trace: StepTrace, plan: Plan) -> Outcome:
@@ -78,6 +81,7 @@ def outcome(trace: StepTrace, placed: Sequence[Placed], modules: Sequence[Module
         stall_ms=timeline.stall_ms,
         recompute_ms=timeline.recompute_ms,
         host_bytes=host_peak(trace, placed, modules),
+        host_ms=timeline.host_ms,
     )
 
 

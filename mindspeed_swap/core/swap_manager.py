@@ -174,7 +174,7 @@ class SwapManager:
         number = self.calls.next_save()
         self._mover.stats.saves += 1
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
-        is_loose = self._is_light and number is None and key not in self._agenda.saves and not self.calls.gives
+        is_loose = self._is_light and number is None and key not in self._agenda.saves
         if is_loose and (passed := self.loose.pack(tensor, key)):
             return passed
         storage = self.movable.storage_of(tensor)

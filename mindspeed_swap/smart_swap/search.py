@@ -150,7 +150,7 @@ class SmartSwap:
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         if self._timed_ms is not None and not self.pipelined:
-            trace = retimed(trace, self._timed_ms)
+            trace = retimed(trace, self._timed_ms, self.plan)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves

@@ -6,7 +6,6 @@ from swapping import assert_same, blocks, new_manager, recorded_plan, run_step
 
 from mindspeed_swap.core import host_lag, module_calls, mover, recorder, swap_manager
 from mindspeed_swap.core.host_lag import Mark, idle
-from mindspeed_swap.core.lanes import MOVE_HOST_MS
 from mindspeed_swap.core.simulate import plain_step_ms
 
 AHEAD, LATENCY = 100.0, 0.008  # of the host's clock; of what is queued
@@ -45,15 +44,6 @@ def test_no_more_than_the_interval_and_waits_for_copies_are_not_counted_twice():
     assert idle([first, second], AHEAD).recording_ms == pytest.approx([0.0, 10.0])
     second.stalled_ms = 7.0
     assert idle([first, second], AHEAD).recording_ms == pytest.approx([0.0, 3.0])
-
-
-def test_a_move_takes_more_than_the_calls_that_are_timed():
-    rows = marks((0, 0, 0.1, 0), (10, 0, 5.0, 0), (20, 0, 0.1, 4), (30, 0, 0.1, 0), (30.125, 0, 0, 0))
-    for mark in rows[:4]:
-        mark.moves = 2
-    found = idle(rows, AHEAD).moving_ms
-    assert found == pytest.approx([0.0, 2 * MOVE_HOST_MS, 2 * MOVE_HOST_MS + 5.0, 2 * MOVE_HOST_MS + 5.0,
-                                   2 * MOVE_HOST_MS + 5.125])  # fmt: skip
 
 
 def test_a_clock_that_is_a_little_off_changes_nothing():
@@ -178,7 +168,6 @@ def test_a_recorded_step_is_as_long_as_any_other(sim, clock, monkeypatch, planne
 
 def test_what_moves_take_the_host_is_in_the_step_and_in_no_time_of_a_point(sim, clock, monkeypatch):
     """And what keeps compute busy as a step begins, so that the host gets ahead, is for recording alone."""
-    monkeypatch.setattr(host_lag, "MOVE_HOST_MS", 0.0)  # what is timed, and nothing beyond
     body, leaves = blocks(4, width=32)
     manager = new_manager(sim)
     plan = recorded_plan(body, leaves, manager)

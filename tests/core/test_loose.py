@@ -17,6 +17,7 @@ from swapping import (
 
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.plan import Agenda, Plan, Recompute, Swap
+from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.trace import (
     BACKWARD,
     ENTER,
@@ -339,3 +340,25 @@ def test_what_a_dropped_tensor_is_made_from_goes_with_it(sim, light):
         assert not any(manager.bytes_in.values())
     finally:
         gc.enable()
+
+
+def test_after_a_call_that_runs_again_what_no_plan_wants_is_still_loose(sim):
+    """As long as somebody has what it gave; only that itself need not be kept."""
+    weights = [torch.nn.Parameter(torch.randn(WIDE, WIDE) / 8) for _ in range(4)]
+    inputs, manager = torch.randn(WIDE, WIDE), new_manager(sim)
+    there = []
+
+    def body(layer):
+        with layer(1):
+            hidden = manager.calls.call("first", lambda given: torch.tanh(given @ weights[0]), (inputs @ weights[1],), {})
+            there.append(hidden)
+            return torch.tanh((hidden @ weights[2]).exp() @ weights[3]).square().mean()
+
+    plain = run_step(body, weights)
+    there.clear()
+    plan = Plan(MODEL, 0, (), (Recompute(ModuleKey(0, 0, 1, "first"), 1, 0.0),))
+    stats = light_step(body, weights, manager, plan)
+    assert len(there) == 1 and stats.recomputed_calls == 1
+    # What the call is run from and, by name, what it gave, which its own product and the next one save.
+    assert stats.saves > 7 and stats.saved == 2 and manager.bytes_in[State.DROPPED] == 0
+    assert all(torch.equal(weight.grad, grad) for weight, grad in zip(weights, plain.grads, strict=True))

@@ -7,7 +7,7 @@ from traces import LLAMA_MODULES, MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.lanes import Copy
 from mindspeed_swap.core.plan import Plan, Recompute
-from mindspeed_swap.core.recompute import WHOLE_LAYER, as_they_run, full_recompute, modules_of
+from mindspeed_swap.core.recompute import CALL_HOST_MS, WHOLE_LAYER, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.simulate import memory_curve, simulate
 from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, StepTrace
@@ -42,6 +42,15 @@ def test_its_input_is_needed_when_it_runs_and_copies_go_on_meanwhile() -> None:
     assert outcome.h2d == [Copy(key(0), 50.0, 60.0)] and outcome.stall_ms == 0.0
     late = simulate(trace, recompute(trace, plan_of(trace, (0, 3, 7))))  # planned for its own read: too late now
     assert late.h2d == [Copy(key(0), 60.0, 70.0)] and late.late_loads == [key(0)] and late.step_ms == 90.0 + 10.0 + 4.0
+
+
+def test_it_takes_the_host_some_time_too_where_the_device_waits_for_the_host_as_it_is_called() -> None:
+    trace = toy()
+    trace.points[6].waits_for_host = True  # as it runs again
+    assert simulate(trace, recompute(trace)).recompute_ms == 4.0
+    trace.points[1].waits_for_host = True
+    outcome = simulate(trace, recompute(trace))
+    assert outcome.recompute_ms == 4.0 + CALL_HOST_MS and outcome.step_ms == trace.step_ms + 4.0 + CALL_HOST_MS
 
 
 def test_what_another_one_is_run_from_is_made_first() -> None:

@@ -1,7 +1,12 @@
 """A recorded step is told as it is without recording, by what the same step took then."""
+from dataclasses import replace
+
 import pytest
 
+from mindspeed_swap.core.lanes import MOVE_HOST_MS
+from mindspeed_swap.core.plan import Plan, Prediction, Swap
 from mindspeed_swap.core.retime import retimed
+from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.trace import (
     BACKWARD,
     FORWARD,
@@ -11,6 +16,7 @@ from mindspeed_swap.core.trace import (
     ModuleRecord,
     Point,
     Position,
+    SavedRecord,
     StepTrace,
     WaitRecord,
 )
@@ -91,3 +97,24 @@ def test_what_a_module_takes_to_run_again_is_less_by_the_same_share_as_its_forwa
     ]
     trace = retimed(trace, trace.step_ms - 6.0)
     assert [module.forward_ms for module in trace.modules] == pytest.approx([17.0, 4.2, 10.0, 0.0])
+
+
+def test_what_moves_were_expected_to_take_the_host_is_no_time_of_a_step_without_them():
+    """So the plan that ran is told to take as long as it did, and a step without it less."""
+    trace = step((10, True), (10, True), (10, False), (10, True), (10, False))
+    key, at = Key(0, 0, 1, 0), [point.position for point in trace.points]
+    trace.saved = [SavedRecord(key, 1, 0, 0, 0, 3, 5, True)]
+    trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = 1000.0
+    plan = Plan("m", 0, (Swap(key, 1, at[1], at[2]),))
+    plan = replace(plan, prediction=simulate(trace, plan).prediction)
+    assert plan.prediction.host_ms == MOVE_HOST_MS
+    seen_ms = 0.25 * MOVE_HOST_MS
+    for point in trace.points[1:]:
+        point.moving_ms = seen_ms
+    again = retimed(trace, 50.0, plan)
+    assert again.step_ms == pytest.approx(50.0 - MOVE_HOST_MS + seen_ms) and simulate(again, plan).step_ms == pytest.approx(50.0)
+    assert simulate(again, Plan("m", 0)).step_ms == pytest.approx(50.0 - MOVE_HOST_MS)
+    for point in trace.points[1:]:
+        point.moving_ms = 2 * MOVE_HOST_MS  # more was seen than expected
+    assert retimed(trace, 50.0, plan).step_ms == pytest.approx(50.0)
+    assert retimed(trace, 50.0, Plan("m", 0)).step_ms == pytest.approx(50.0), "a given plan promises nothing"
