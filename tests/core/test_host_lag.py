@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from swapping import assert_same, blocks, new_manager, recorded_plan, run_step
 
-from mindspeed_swap.core import host_lag, module_calls, mover, recorder, swap_manager
+from mindspeed_swap.core import module_calls, mover, recorder, swap_manager
 from mindspeed_swap.core.host_lag import Mark, idle
 from mindspeed_swap.core.simulate import plain_step_ms
 

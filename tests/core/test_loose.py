@@ -350,7 +350,8 @@ def test_after_a_call_that_runs_again_what_no_plan_wants_is_still_loose(sim):
 
     def body(layer):
         with layer(1):
-            hidden = manager.calls.call("first", lambda given: torch.tanh(given @ weights[0]), (inputs @ weights[1],), {})
+            given = inputs @ weights[1]
+            hidden = manager.calls.call("first", lambda given: torch.tanh(given @ weights[0]), (given,), {})
             there.append(hidden)
             return torch.tanh((hidden @ weights[2]).exp() @ weights[3]).square().mean()
 

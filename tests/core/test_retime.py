@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_swap.core.lanes import MOVE_HOST_MS
-from mindspeed_swap.core.plan import Plan, Prediction, Swap
+from mindspeed_swap.core.plan import Plan, Swap
 from mindspeed_swap.core.retime import retimed
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.trace import (
@@ -112,7 +112,8 @@ def test_what_moves_were_expected_to_take_the_host_is_no_time_of_a_step_without_
     for point in trace.points[1:]:
         point.moving_ms = seen_ms
     again = retimed(trace, 50.0, plan)
-    assert again.step_ms == pytest.approx(50.0 - MOVE_HOST_MS + seen_ms) and simulate(again, plan).step_ms == pytest.approx(50.0)
+    assert again.step_ms == pytest.approx(50.0 - MOVE_HOST_MS + seen_ms)
+    assert simulate(again, plan).step_ms == pytest.approx(50.0)
     assert simulate(again, Plan("m", 0)).step_ms == pytest.approx(50.0 - MOVE_HOST_MS)
     for point in trace.points[1:]:
         point.moving_ms = 2 * MOVE_HOST_MS  # more was seen than expected
