@@ -15,10 +15,11 @@ from mindspeed_swap.core.trace import Key, SavedRecord, StepTrace
 # Waits below this are rounding of floating-point sums, not waits.
 NEGLIGIBLE_MS = 1e-6
 _NEVER = float("inf")
-# What a tensor that is moved takes the host, beyond one that is kept. Only where the device waits for the host, as it
-# leaves, does it show. In a loop of nothing else it is 0.1 ms; between the small kernels of experts (H200, plan on and
-# off within one process) 28 to 31 of 90 MB take 18 to 44 ms of a step, half of that even if nothing is copied.
-MOVE_HOST_MS = 1.0
+# What a tensor that is moved takes the host beyond one that is kept, as it leaves and as it comes back. It shows as far
+# as the device waits for the host in that phase: not there and then, but at the next point where it does. In a loop of
+# nothing else it is a tenth of that; between the small kernels of experts (H200, plan on and off within one process)
+# 28 to 31 tensors of 90 MB take 18 to 44 ms of a step, half of that even if nothing is copied.
+MOVE_HOST_MS = 0.75
 # What happens at one point, in this order.
 _RELEASE, _PREFETCH, _READ, _RUN, _SAVE = range(5)
 
@@ -153,11 +154,11 @@ def run_lanes(trace: StepTrace, placed: Sequence[Placed], modules: Iterable[Modu
     out, back = link.out, link.back
     points = trace.points
     stall = recompute = host = 0.0
+    shares = {_SAVE: MOVE_HOST_MS * trace.forward_waits, _READ: MOVE_HOST_MS * trace.backward_waits}
     stalls: list[Stall] = []
     for i, event, k in events:
         now = points[i].time_ms + stall + recompute + host
-        if event == _SAVE and points[i].waits_for_host:
-            host += MOVE_HOST_MS
+        host += shares.get(event, 0.0)
         if event == _PREFETCH:
             link.add(back, k, now)
         elif event == _SAVE:

@@ -29,7 +29,7 @@ from mindspeed_swap.core.trace import (
 
 WHOLE_LAYER = "layer"
 # What a call that is recomputed takes the host beyond one that is not: as it runs, to be able to run again, and then.
-# Only where the device waits for the host does it show.
+# Like what is moved (lanes.py) it shows as far as the device waits for the host.
 CALL_HOST_MS = 0.5
 
 
@@ -73,8 +73,7 @@ def modules_of(trace: StepTrace) -> list[Module]:
             if record.rerun_bytes is None:
                 frees, inputs = ([trace.saved[i] for i in numbers] for numbers in (freed, keeps))
                 record = replace(record, rerun_bytes=rerun_bytes(trace, record.begin, record.end, frees, inputs))
-            if trace.points[record.begin].waits_for_host:
-                record = replace(record, forward_ms=record.forward_ms + CALL_HOST_MS)
+            record = replace(record, forward_ms=record.forward_ms + CALL_HOST_MS * trace.forward_waits)
             working = _working_bytes(trace, record, run, dying)
             found.append(Module(record, run, tuple(freed), keeps, tuple(away), freed_bytes, working))
     return found

@@ -12,6 +12,7 @@ from mindspeed_swap.core.host_lag import Mark, idle
 from mindspeed_swap.core.module_recorder import ModuleRecorder, Tracked
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
+    BACKWARD,
     EXIT,
     FORWARD,
     OUTSIDE,
@@ -295,6 +296,7 @@ class Recorder:
         for i, (point, mark) in enumerate(zip(trace.points, self._marks, strict=False)):
             point.time_ms = hidden_ms + mark.device_ms - mark.stalled_ms - recording[i] - moving[i]
             point.waits_for_host, point.moving_ms = empty[i], moving[i]
+        trace.forward_waits, trace.backward_waits = trace.waiting_share(FORWARD), trace.waiting_share(BACKWARD)
         trace.step_ms = hidden_ms + elapsed(end) - recording[-1]
         for record in trace.saved:
             if record.sole is None:

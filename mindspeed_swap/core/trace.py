@@ -192,6 +192,8 @@ class StepTrace:
     h2d_both_bytes_per_ms: float = 0.0
     copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
     stall_ms: float = 0.0  # waits for copies and recomputes; the times of the points are without them
+    forward_waits: float = 0.0  # share of the points of forward at which the device waits for the host
+    backward_waits: float = 0.0
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
     operators: list[OperatorRecord] = field(default_factory=list)  # custom ones, in the order in which they ended
@@ -201,6 +203,11 @@ class StepTrace:
         """What interval ``index`` needs besides the saved tensors that are resident through it."""
         point = self.points[index]
         return max(0, point.peak_bytes - point.recompute_bytes - point.resident_bytes)
+
+    def waiting_share(self, phase: str) -> float:
+        """Of the points of that phase, those at which the device waits for the host."""
+        waits = [point.waits_for_host for point in self.points if point.position.phase == phase]
+        return sum(waits) / len(waits) if waits else 0.0
 
     @property
     def copy_waits(self) -> list[WaitRecord]:

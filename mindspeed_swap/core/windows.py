@@ -18,6 +18,8 @@ from mindspeed_swap.core.trace import BACKWARD, FORWARD, OUTSIDE, SavedRecord, S
 # share of the time they can be away: fewer copies, and the difference in window is not worth one.
 SAME_USE_SHARE = 0.25
 LARGEST_BITS = 64  # more than any tensor's bytes have
+# Where the device waits for the host at more of the points of forward than that, the host's time counts.
+WAITS_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,8 @@ class View:
             min(until, bisect_right(times, times[at] - nbytes / back) - 1)
             for until, at, nbytes in zip(self.until, opposite, self.nbytes, strict=True)
         ]
-        # Where the device waits for the host, the host's time counts, which every copy takes alike: the largest first.
-        waits = sum(point.waits_for_host for point in trace.points) > n / 2
+        # The host's time every copy takes alike: where it counts, the largest first.
+        waits = trace.forward_waits > WAITS_SHARE
         grade = [LARGEST_BITS * (job.record in last_resort) - waits * job.nbytes.bit_length() for job in jobs]
         self.rank = [(g, *rank) for g, rank in zip(grade, self._ranks(trace, jobs), strict=True)]
         # What nests: one grade of one microbatch and chunk.

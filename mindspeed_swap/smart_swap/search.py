@@ -45,7 +45,7 @@ from mindspeed_swap.units import format_bytes
 UNRECORDED_STEPS = 2
 # A recorded step that is so much shorter than the one before it is of a workload that still warms up (kernels are
 # chosen for shapes that experts see for the first time). So often another is waited for.
-WARMING_SHARE, MOST_WARMING = 0.1, 2
+WARMING_SHARE, MOST_WARMING = 0.05, 3
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.

@@ -44,13 +44,13 @@ def test_its_input_is_needed_when_it_runs_and_copies_go_on_meanwhile() -> None:
     assert late.h2d == [Copy(key(0), 60.0, 70.0)] and late.late_loads == [key(0)] and late.step_ms == 90.0 + 10.0 + 4.0
 
 
-def test_it_takes_the_host_some_time_too_where_the_device_waits_for_the_host_as_it_is_called() -> None:
+def test_it_takes_the_host_some_time_too_as_far_as_the_device_waits_for_the_host() -> None:
     trace = toy()
-    trace.points[6].waits_for_host = True  # as it runs again
+    trace.backward_waits = 1.0
     assert simulate(trace, recompute(trace)).recompute_ms == 4.0
-    trace.points[1].waits_for_host = True
+    trace.forward_waits = 0.5
     outcome = simulate(trace, recompute(trace))
-    assert outcome.recompute_ms == 4.0 + CALL_HOST_MS and outcome.step_ms == trace.step_ms + 4.0 + CALL_HOST_MS
+    assert outcome.recompute_ms == 4.0 + CALL_HOST_MS / 2 and outcome.step_ms == trace.step_ms + outcome.recompute_ms
 
 
 def test_what_another_one_is_run_from_is_made_first() -> None:

@@ -105,6 +105,7 @@ def test_what_moves_were_expected_to_take_the_host_is_no_time_of_a_step_without_
     key, at = Key(0, 0, 1, 0), [point.position for point in trace.points]
     trace.saved = [SavedRecord(key, 1, 0, 0, 0, 3, 5, True)]
     trace.d2h_bytes_per_ms = trace.h2d_bytes_per_ms = 1000.0
+    trace.forward_waits = 1.0
     plan = Plan("m", 0, (Swap(key, 1, at[1], at[2]),))
     plan = replace(plan, prediction=simulate(trace, plan).prediction)
     assert plan.prediction.host_ms == MOVE_HOST_MS

@@ -141,16 +141,16 @@ def test_a_plan_of_another_trace_is_refused_by_its_first_difference() -> None:
         simulate(trace, Plan("other", 0))
 
 
-def test_a_tensor_that_moves_takes_time_where_the_device_waits_for_the_host_as_it_is_saved() -> None:
+def test_a_tensor_that_moves_takes_time_as_far_as_the_device_waits_for_the_host() -> None:
+    """As it leaves for forward's share of such points, as it comes back for backward's."""
     trace = trace_of((100, 1, 6, 8), (100, 2, 7, 9))
     plan = plan_of(trace, (0, 3, 5), (1, 4, 5))
-    trace.points[6].waits_for_host = trace.points[7].waits_for_host = True  # the reads
     assert simulate(trace, plan).step_ms == 90.0
-    trace.points[1].waits_for_host = True  # the save of the one
-    assert simulate(trace, plan).step_ms == pytest.approx(90.0 + MOVE_HOST_MS)
-    trace.points[2].waits_for_host = True  # and of the other
+    trace.forward_waits = 0.5
     outcome = simulate(trace, plan)
-    assert outcome.step_ms == pytest.approx(90.0 + 2 * MOVE_HOST_MS) and outcome.stall_ms == 0.0
-    assert outcome.prediction.host_ms == 2 * MOVE_HOST_MS
-    assert [copy.start_ms for copy in outcome.d2h] == pytest.approx([10.0, 20.0 + MOVE_HOST_MS])
+    assert outcome.step_ms == pytest.approx(90.0 + MOVE_HOST_MS) and outcome.stall_ms == 0.0
+    assert outcome.prediction.host_ms == MOVE_HOST_MS
+    assert [copy.start_ms for copy in outcome.d2h] == pytest.approx([10.0, 20.0 + MOVE_HOST_MS / 2])
+    trace.backward_waits = 0.25
+    assert simulate(trace, plan).step_ms == pytest.approx(90.0 + 1.5 * MOVE_HOST_MS)
     assert simulate(trace, plan_of(trace)).step_ms == 90.0

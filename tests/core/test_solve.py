@@ -218,8 +218,7 @@ def test_where_the_device_waits_for_the_host_few_large_tensors_move() -> None:
     trace = megatron_trace(Shape(sites_mib=(64, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4), transient_mib=8, optimizer_mib=0))
     budget = trace.capacity_bytes - 150 * MIB
     busy = solve(trace, budget)
-    for point in trace.points:
-        point.waits_for_host = True
+    trace.forward_waits = 0.5
     idle = solve(trace, budget)
     assert max(idle.prediction.peak_bytes.values()) <= budget
     assert len(idle.swaps) <= 4 < len(busy.swaps)

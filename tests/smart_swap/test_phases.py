@@ -88,9 +88,9 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
 
 @pytest.mark.parametrize("times, planned_after", [
     ((1.0,), 3),  # in steps, of what a recorded one takes
-    ((1.1,), 3),
-    ((2.0, 1.0), 5),
-    ((2.0, 1.5, 1.2), 7),  # by then enough
+    ((1.05,), 3),
+    ((1.06, 1.0), 5),
+    ((2.0, 1.5, 1.2, 1.1), 9),  # by then enough
     ((0.8,), 3),
 ])  # fmt: skip
 def test_on_a_device_nothing_is_planned_from_a_step_that_warms_up(times, planned_after):
