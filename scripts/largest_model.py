@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=4, help="layers to begin with (default: %(default)s)")
     parser.add_argument("--most", type=int, default=256, help="layers never exceeded (default: %(default)s)")
     parser.add_argument("--at", type=int, metavar="LAYERS", help="no search: one counted run of this many layers")
-    parser.add_argument("--probe-steps", type=int, default=20, help="of a trial: enough for a search of plans to end")
+    parser.add_argument("--probe-steps", type=int, default=24, help="of a trial: enough for a search of plans to end")
     parser.add_argument("--trial-minutes", type=float, default=60.0, help="a trial that takes longer does not fit")
     parser.add_argument("--trainer", type=Path, default=HERE / "pretrain_gpt_gpu.sh", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -7,8 +7,8 @@ Note: [Steps before the one that is recorded]
 The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
 runs at a higher clock than it can keep up. And recording costs the host time, which now and then shows: one plan was
 recorded with 230 and with 240 ms, and ran in 233. So on a real device every recorded step but the very first follows
-one of the same plan that is not recorded, and a try two. The last of them is timed: that is how long it took, and
-retime.py tells the recorded one by it.
+one of the same plan that is not recorded, a try two, and the first that may be planned from four. The last of them is
+timed: that is how long it took, and retime.py tells the recorded one by it.
 """
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.units import format_bytes
 
-# Before a try is recorded, on a real device.
-UNRECORDED_STEPS = 2
+# On a real device: before a try is recorded, and after the very first step, while kernels are chosen.
+UNRECORDED_STEPS, FIRST_STEPS = 2, 4
 # A recorded step that is so much shorter than the one before it is of a workload that still warms up (kernels are
 # chosen for shapes that experts see for the first time). So often another is waited for.
-WARMING_SHARE, MOST_WARMING = 0.05, 3
+WARMING_SHARE, MOST_WARMING = 0.05, 2
 # Steps of the same work differ by about this much.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
@@ -157,7 +157,7 @@ class SmartSwap:
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
         self._timed_ms = None
         if self.settles and self.phase is not Phase.STABLE:
-            self._unrecorded = 1 if self._afresh else UNRECORDED_STEPS
+            self._unrecorded = UNRECORDED_STEPS if not self._afresh else FIRST_STEPS if self.steps == 1 else 1
         return changed
 
     @property

@@ -13,7 +13,7 @@ COUNTED_STEPS = 10
 COUNTED_SHORT_STEPS = 30
 # Of what has no plan to search: first steps allocate, choose kernels and make the optimizer's state.
 WARM_UP_STEPS = 4
-# WarmUp (3, and 6 while the workload warms up) and at most 8 tries of SearchPolicy, each of three steps; Stable settles
+# WarmUp (6, and 4 while the workload warms up) and at most 8 tries of SearchPolicy, each of three steps; Stable settles
 # in one.
 SEARCH_STEPS = 34
 

@@ -7,7 +7,7 @@ from traces import LLAMA_MODULES, MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.lanes import Copy
 from mindspeed_swap.core.plan import Plan, Recompute
-from mindspeed_swap.core.recompute import CALL_HOST_MS, WHOLE_LAYER, as_they_run, full_recompute, modules_of
+from mindspeed_swap.core.recompute import CALL_HOST_MS, DROP_HOST_MS, WHOLE_LAYER, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.simulate import memory_curve, simulate
 from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, StepTrace
@@ -50,7 +50,8 @@ def test_it_takes_the_host_some_time_too_as_far_as_the_device_waits_for_the_host
     assert simulate(trace, recompute(trace)).recompute_ms == 4.0
     trace.forward_waits = 0.5
     outcome = simulate(trace, recompute(trace))
-    assert outcome.recompute_ms == 4.0 + CALL_HOST_MS / 2 and outcome.step_ms == trace.step_ms + outcome.recompute_ms
+    assert outcome.recompute_ms == pytest.approx(4.0 + (CALL_HOST_MS + 2 * DROP_HOST_MS) / 2)
+    assert outcome.step_ms == trace.step_ms + outcome.recompute_ms
 
 
 def test_what_another_one_is_run_from_is_made_first() -> None:

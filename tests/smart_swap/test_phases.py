@@ -58,6 +58,13 @@ def test_by_default_tries_go_on_while_they_gain_8_at_most():
     assert it.plan is it.tries[-1].plan
 
 
+def planned(it, trace=TRACE):
+    """WarmUp, and the plan that it ends with."""
+    while it.phase is Phase.WARM_UP:
+        run(it, trace if it.steps else FIRST)
+    return it.plan
+
+
 def test_on_a_device_steps_of_the_same_plan_come_before_the_one_that_is_recorded():
     """What it measures is neither of an allocator that has yet to meet the plan nor of a device that has rested."""
     it, orders = search(settles=True), []
@@ -66,19 +73,17 @@ def test_on_a_device_steps_of_the_same_plan_come_before_the_one_that_is_recorded
         run(it, TRACE if orders[1:] else FIRST)
     shown = [(order.record, times) for order, times, _ in orders]
     # The very first only shows what there is; then WarmUp; then for each try one that settles, one that is timed.
-    assert shown == [(True, False), (False, True), (True, False)] + len(it.tries) * [
-        (False, False), (False, True), (True, False),
-    ]  # fmt: skip
-    assert all(len({id(plan) for _, _, plan in orders[i : i + 3]}) == 1 for i in range(3, len(orders), 3))
-    assert len(it.tries) >= 1 and len(orders) <= 27
+    settles, timed, recorded = (False, False), (False, True), (True, False)
+    assert shown == [recorded, settles, settles, settles, timed, recorded] + len(it.tries) * [settles, timed, recorded]
+    assert all(len({id(plan) for _, _, plan in orders[i : i + 3]}) == 1 for i in range(6, len(orders), 3))
+    assert len(it.tries) >= 1 and len(orders) <= 30
     assert run(it, TRACE) is it.plan and it.stable.steps == 1
 
 
 def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
     it = search(settles=True)
     told = [100.0, 90.0, 110.0]
-    for number in range(3):
-        run(it, TRACE if number else FIRST)
+    planned(it)
     while it.phase is not Phase.STABLE:
         step = executed(TRACE, it.plan) if it.next_step().record else None
         slowly = replace(step, step_ms=1000.0 * (1 + len(it.tries))) if step else None
@@ -87,11 +92,11 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
 
 
 @pytest.mark.parametrize("times, planned_after", [
-    ((1.0,), 3),  # in steps, of what a recorded one takes
-    ((1.05,), 3),
-    ((1.06, 1.0), 5),
-    ((2.0, 1.5, 1.2, 1.1), 9),  # by then enough
-    ((0.8,), 3),
+    ((1.0,), 6),  # in steps, of what a recorded one takes
+    ((1.05,), 6),
+    ((1.06, 1.0), 8),
+    ((2.0, 1.5, 1.2), 10),  # by then enough
+    ((0.8,), 6),
 ])  # fmt: skip
 def test_on_a_device_nothing_is_planned_from_a_step_that_warms_up(times, planned_after):
     it = search(settles=True)
@@ -110,9 +115,9 @@ def test_on_a_device_a_recorded_step_is_told_as_long_as_it_is_without_recording(
         waiting, points=[replace(p, time_ms=1.5 * p.time_ms) for p in waiting.points], step_ms=1.5 * TRACE.step_ms
     )
     it = search(settles=True, pipelined=pipelined)
-    for number in range(3):
+    while it.phase is Phase.WARM_UP:
         step = slow if it.next_step().record else None
-        step = step if number or step is None else replace(step, has_optimizer_state=False)
+        step = step if it.steps or step is None else replace(step, has_optimizer_state=False)
         it.after_step(StepStats(saves=SAVED), step, TRACE.step_ms if it.times else None)
     if pipelined:
         assert it.phase is Phase.SEARCH and it.shown.trace is slow
@@ -215,9 +220,7 @@ def test_a_slow_device_is_not_the_end_of_the_search(slow, tries):
     work = replace(TRACE, **{rate: getattr(TRACE, rate) / 16 for rate in rates})
     target = LOW + (peak(TRACE) - LOW) // 4
     it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE), settles=True)
-    for number in range(3):
-        run(it, work if number else FIRST)
-    careful = it.plan
+    careful = planned(it, work)
     assert solve(work, target).prediction.step_ms < 0.96 * careful.prediction.step_ms
     while it.phase is not Phase.STABLE:
         step = executed(work, it.plan)
