@@ -28,10 +28,10 @@ from mindspeed_swap.core.trace import (
 )
 
 WHOLE_LAYER = "layer"
-# What a call that is recomputed takes the host beyond one that is not: as it runs, to be able to run again, and then; and
-# what each tensor does that is saved by its name only. Like what is moved (lanes.py) it shows as far as the device waits
-# for the host; as there it is several times what a loop of nothing else takes. (H200: 20 calls of 3 to 20 tensors, 17
-# and 28 ms of a step's forward.)
+# What a call that is recomputed takes the host beyond one that is not: as it runs, to be able to run again, and then.
+# And what each tensor takes of which only the name is kept. Like what is moved (lanes.py) it shows as far as the device
+# waits for the host; as there it is several times what a loop of nothing else takes. (H200: about 20 calls of 3 to 20
+# tensors take 17 and 28 ms of a step's forward.)
 CALL_HOST_MS = 0.8
 DROP_HOST_MS = 0.03
 

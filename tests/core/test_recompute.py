@@ -7,7 +7,14 @@ from traces import LLAMA_MODULES, MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.lanes import Copy
 from mindspeed_swap.core.plan import Plan, Recompute
-from mindspeed_swap.core.recompute import CALL_HOST_MS, DROP_HOST_MS, WHOLE_LAYER, as_they_run, full_recompute, modules_of
+from mindspeed_swap.core.recompute import (
+    CALL_HOST_MS,
+    DROP_HOST_MS,
+    WHOLE_LAYER,
+    as_they_run,
+    full_recompute,
+    modules_of,
+)
 from mindspeed_swap.core.simulate import memory_curve, simulate
 from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
 from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, StepTrace
