@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -29,11 +29,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_unflatten
 
-from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor
+from mindspeed_swap.core.saved_tensor import Dropped, Handle, Passed, SavedTensor
 from mindspeed_swap.core.trace import ModuleKey
 
 Packed = Handle | Passed
 Identity = tuple[int, int]
+# Of what a call has dropped: the serial of a saved tensor, or one that is in no books. They own the call, not it them.
+Name = int | weakref.ref[Dropped]
 # Told of a module called while a call runs again: its arguments, whether it must not. A value: what it returns, unrun.
 OnModule = Callable[[tuple[Any, Any], bool], tuple[Any] | None]
 
@@ -117,10 +119,9 @@ class Call:
         self._autocast = _autocast({"cpu", *(x.device.type for x in leaves if isinstance(x, torch.Tensor))})
         self._saves = self._entries = 0
         self._inside: list[tuple[int, list[Identity]]] = []  # modules that run inside: number, what they were given
-        # Serials of saved tensors: they own the call, not the other way round.
-        self._by_save: dict[int, int] = {}
-        self._by_input: dict[tuple[int, int], int] = {}
-        self._by_output: dict[int, int] = {}
+        self._by_save: dict[int, list[Name]] = {}
+        self._by_input: dict[tuple[int, int], list[Name]] = {}
+        self._by_output: dict[int, list[Name]] = {}
         self.lock = threading.RLock()  # two threads of autograd may want the same call
 
     def _held(self, leaves: list[Any]) -> list[Any]:
@@ -155,32 +156,36 @@ class Call:
         for number in list(self._answers)[self._needed :]:
             del self._answers[number]
 
-    def drops(self, saved: SavedTensor, number: int) -> None:
-        """``saved`` is given up: save ``number`` of the first forward."""
-        if not self.drops_input(saved):
-            self._by_save[number] = saved.serial
+    def drops(self, name: Name, identity: Identity, number: int) -> list[Name]:
+        """It is given up: save ``number`` of the first forward. Gives all that are made together with it, which others
+        may join."""
+        together = self.drops_input(name, identity)
+        if together is None:
+            together = self._by_save[number] = [name]
             self._needed = len(self._answers)
+        return together
 
-    def drops_input(self, saved: SavedTensor) -> bool:
+    def drops_input(self, name: Name, identity: Identity) -> list[Name] | None:
         """The same, if the module that runs inside was given it."""
-        if not self._inside or saved.identity not in self._inside[-1][1]:
-            return False
+        if not self._inside or identity not in self._inside[-1][1]:
+            return None
         entry, given = self._inside[-1]
-        self._by_input[entry, given.index(saved.identity)] = saved.serial
+        together = self._by_input.setdefault((entry, given.index(identity)), [])
+        together.append(name)
         self._needed = len(self._answers)
-        return True
+        return together
 
-    def drops_output(self, saved: SavedTensor, index: int) -> None:
-        self._by_output[index] = saved.serial
+    def drops_output(self, name: Name, index: int) -> None:
+        self._by_output.setdefault(index, []).append(name)
 
     def run(
         self,
         unpack: Callable[[Packed], torch.Tensor],
-        find: Callable[[int], SavedTensor | None],
-        give: Callable[[SavedTensor, torch.Tensor], None],
+        find: Callable[[Name], SavedTensor | Dropped | None],
+        give: Callable[[SavedTensor | Dropped, torch.Tensor], None],
         watch: Callable[[OnModule], AbstractContextManager[None]],
     ) -> None:
-        """Hands every tensor that is still wanted, which ``find`` tells by its serial, to ``give``. ``watch`` has a
+        """Hands every tensor that is still wanted, which ``find`` tells by its name, to ``give``. ``watch`` has a
         function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
 
         def free(leaves: list[Any]) -> list[Any]:
@@ -196,26 +201,27 @@ class Call:
             return found
 
         args, kwargs = tree_unflatten(free(self._leaves), self._spec)
-        by_save, by_input, by_output = (
-            {place: saved for place, serial in places.items() if (saved := find(serial))}
-            for places in (self._by_save, self._by_input, self._by_output)
-        )
+
+        def wanted(places: Mapping[Any, list[Name]]) -> dict[Any, list[SavedTensor | Dropped]]:
+            found = ((place, [saved for name in names if (saved := find(name))]) for place, names in places.items())
+            return {place: some for place, some in found if some}
+
+        by_save, by_input, by_output = wanted(self._by_save), wanted(self._by_input), wanted(self._by_output)
         saves, entries = count(), count()
 
-        def settle(saved: SavedTensor | None, tensor: torch.Tensor) -> None:
-            if saved is None:
-                return
-            if tensor.untyped_storage().nbytes() != saved.nbytes:
-                raise RuntimeError(self._differs())
-            give(saved, tensor.detach())
+        def settle(some: Iterable[SavedTensor | Dropped], tensor: torch.Tensor) -> None:
+            for saved in some:
+                if tensor.untyped_storage().nbytes() != saved.nbytes:
+                    raise RuntimeError(self._differs())
+                give(saved, tensor.detach())
 
         def pack(tensor: torch.Tensor) -> None:
-            settle(by_save.pop(next(saves), None), tensor)
+            settle(by_save.pop(next(saves), ()), tensor)
 
         def enter(arguments: tuple[Any, Any], once: bool) -> tuple[Any] | None:
             entry = next(entries)
             for index, tensor in enumerate(tensors(arguments)) if by_input else ():
-                settle(by_input.pop((entry, index), None), tensor)
+                settle(by_input.pop((entry, index), ()), tensor)
             if not (by_save or by_input or by_output):
                 raise _Enough
             if (answer := self._answers.get(entry)) is None:
@@ -234,7 +240,7 @@ class Call:
             except _Enough:
                 return
         for index, output in enumerate(outputs):
-            settle(by_output.pop(index, None), output)
+            settle(by_output.pop(index, ()), output)
         if by_save or by_input or by_output:
             raise RuntimeError(self._differs())
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 
 from mindspeed_swap.core.accelerator.base import Stream
-from mindspeed_swap.core.saved_tensor import SavedTensor, State
+from mindspeed_swap.core.again import Name
+from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State
 from mindspeed_swap.core.trace import Key
 
 
@@ -27,8 +28,9 @@ class LiveTensors:
         saved = self._by_storage.get((storage._cdata, tensor._version))
         return saved if saved is not None and saved.is_of(storage) and not saved.modified else None
 
-    def dropped(self, serial: int) -> SavedTensor | None:
-        saved = self.by_serial.get(serial)
+    def dropped(self, name: Name) -> SavedTensor | Dropped | None:
+        """As long as it is."""
+        saved = self.by_serial.get(name) if isinstance(name, int) else name()
         return saved if saved is not None and saved.state is State.DROPPED else None
 
     def add(

@@ -1,8 +1,8 @@
-"""Loose: what autograd saves and no plan wants is passed through, and taken into the books when memory is short.
+"""Loose: what autograd saves and no plan moves is passed through, and taken into the books when memory is short.
 
 Where the device waits for the host, a Python object or two per saved tensor is what a step can afford: the books of one
 that is held cost ten times that, and nearly none is ever pushed out. So of a loose one only the name is kept, and the
-stream that its memory belongs to.
+stream that its memory belongs to. What a call that runs again will make is dropped in the same way, and loose then.
 """
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State
+from mindspeed_swap.core.again import Call, Identity
+from mindspeed_swap.core.saved_tensor import Dropped, Handle, Passed, SavedTensor, State
 from mindspeed_swap.core.trace import BACKWARD, Key, Position, new
 
 if TYPE_CHECKING:
@@ -27,14 +28,20 @@ class Loose:
     def __init__(self, manager: SwapManager) -> None:
         self._manager = manager
         self._passed: list[weakref.ref[Passed]] = []  # in the order of saving
+        self._dropped: dict[Identity, weakref.ref[Dropped]] = {}  # by the storage that each was saved from
 
-    def pack(self, tensor: torch.Tensor, key: Key) -> Passed | None:
-        """None: its storage is in the books already, or need not be kept."""
+    def pack(self, tensor: torch.Tensor, key: Key, number: int | None = None) -> Passed | None:
+        """``number``: of the save within a call that will run again. None: its storage is in the books already, or is
+        to be, as it need not be kept."""
         manager = self._manager
         manager.tidy()
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return Passed(tensor)
         storage = tensor.untyped_storage()
+        if self._dropped and (dropped := self.join(tensor, storage, key)):
+            return dropped
+        if number is not None:
+            return self._drop(tensor, storage, key, number)
         if manager.live.find(tensor, storage) is not None or manager.calls.gave(tensor, storage):
             return None
         passed = Passed(tensor)
@@ -42,10 +49,55 @@ class Loose:
         self._passed.append(weakref.ref(passed))
         return passed
 
+    def _drop(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, number: int) -> Passed | None:
+        manager = self._manager
+        call = manager.calls.running
+        if call is None or manager.live.find(tensor, storage) is not None:
+            return None
+        if manager.movable.refuses(tensor):
+            return Passed(tensor)
+        dropped, identity = Dropped(tensor, storage, key, call), (storage._cdata, tensor._version)
+        name = weakref.ref(dropped)
+        dropped.together = call.drops(name, identity, number)
+        self._dropped[identity] = name
+        return dropped
+
+    def join(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key | None) -> Dropped | None:
+        """It is dropped with another one of its storage, if one has been."""
+        other = self._find(tensor, storage)
+        if other is None or (call := other.again) is None:
+            return None
+        dropped = Dropped(tensor, storage, key, call)
+        dropped.together = other.together
+        dropped.together.append(weakref.ref(dropped))
+        return dropped
+
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Dropped | None:
+        name = self._dropped.get((storage._cdata, tensor._version))
+        dropped = name() if name is not None else None
+        return dropped if dropped is not None and dropped.storage_ref() is storage else None
+
+    def give_back(self, tensor: torch.Tensor, call: Call) -> None:
+        """All that the call has dropped of its storage is kept after all."""
+        dropped = self._find(tensor, tensor.untyped_storage())
+        if dropped is not None and dropped.again is call:
+            for name in dropped.together:
+                if isinstance(saved := self._manager.live.dropped(name), Dropped):
+                    self._manager.give(saved, tensor)
+
+    def give(self, dropped: Dropped, made: torch.Tensor) -> None:
+        """It was made again. With the manager's lock held."""
+        dropped.give(made, self._manager.accelerator.compute_stream())
+        self._passed.append(weakref.ref(dropped))
+
     def unpack(self, packed: Passed) -> torch.Tensor:
         """What was passed through, loose or not."""
         manager = self._manager
         manager.tidy()
+        if isinstance(packed, Dropped) and (call := packed.again) is not None:
+            packed.check()
+            manager.calls.run_again(call, packed)
+            assert packed.again is None, "a call that ran again has not given all that it had dropped"
         if (anchor := packed.anchor) is not None:
             packed.anchor = None
             manager.act(new(Position, (BACKWARD, *anchor)))
@@ -62,6 +114,7 @@ class Loose:
     def take_up(self) -> int:
         """All that are still there, so that they can be pushed out. With the manager's lock held. Returns the bytes
         that this alone has freed: of those whose storage was pushed out under another name."""
+        self._dropped.clear()
         refs, freed = self._passed[:], 0
         del self._passed[: len(refs)]  # other threads append meanwhile
         for ref in refs:

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.saved_tensor import SavedTensor, State
+from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.trace import POINTWISE, ModuleKey, plain_name, pointwise_of
 
@@ -115,6 +115,7 @@ class ModuleCalls:
             # What it was given and gives back would be wanted from the very call that keeps it: a circle.
             if (saved := self._manager.live.find(tensor)) is not None and saved.again is outer:
                 self._manager.give(saved, tensor)
+            self._manager.loose.give_back(tensor, outer)
         outer.returned(number, result)
         return result
 
@@ -142,7 +143,7 @@ class ModuleCalls:
             self._produced.add(call, tensors(result), tensors(arguments))
         return result
 
-    def run_again(self, call: Call, wanted: SavedTensor) -> None:
+    def run_again(self, call: Call, wanted: SavedTensor | Dropped) -> None:
         manager, accelerator = self._manager, self._manager.accelerator
         with call.lock:
             if wanted.state is not State.DROPPED:
@@ -172,6 +173,11 @@ class ModuleCalls:
             self._on_module = outer
 
     # ---- for the hooks of the manager
+    @property
+    def running(self) -> Call | None:
+        """The call whose forward runs, if it will run again with all that runs now."""
+        return self._call
+
     def gave(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """It is an output of a call that can make it again. ``storage``: of the tensor."""
         return (storage._cdata, tensor._version) in self._produced
@@ -186,13 +192,13 @@ class ModuleCalls:
     def makes(self, saved: SavedTensor, number: int | None) -> Call | None:
         """The call that can make it again, so that it need not be kept. ``number``: of this save within a call."""
         if number is not None and self._call is not None:
-            self._call.drops(saved, number)
+            self._call.drops(saved.serial, saved.identity, number)
             return self._call
-        if number == INSIDE and self._around is not None and self._around.drops_input(saved):
+        if number == INSIDE and self._around is not None and self._around.drops_input(saved.serial, saved.identity):
             return self._around
         made = self._produced.find(saved)
         if made is None:
             return None
         call, index = made
-        call.drops_output(saved, index)
+        call.drops_output(saved.serial, index)
         return call

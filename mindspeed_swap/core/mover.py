@@ -22,7 +22,7 @@ from mindspeed_swap.core.accelerator.base import Accelerator, Bytes, Event, Stre
 from mindspeed_swap.core.again import Call
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.recorder import Recorder, is_sole_holder, sole_holder_count
-from mindspeed_swap.core.saved_tensor import SavedTensor, State
+from mindspeed_swap.core.saved_tensor import SavedTensor, State, over
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.core.trace import FORWARD
@@ -142,7 +142,7 @@ class Mover:
         """DROPPED -> DEVICE."""
         saved.again = None
         saved.stream = self.accelerator.compute_stream()
-        saved.adopt(saved.over(made.untyped_storage()))
+        saved.adopt(over(made.untyped_storage(), saved.geometry))
         self._move(saved, State.DEVICE)
         if self.recorder:
             self.recorder.arrived(saved)

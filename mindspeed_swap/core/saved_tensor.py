@@ -21,7 +21,7 @@ from mindspeed_swap.core.host_pool import HostBlock
 from mindspeed_swap.core.trace import Key, Position
 
 if TYPE_CHECKING:
-    from mindspeed_swap.core.again import Call
+    from mindspeed_swap.core.again import Call, Name
 
 
 class State(Enum):
@@ -50,6 +50,13 @@ _ALLOWED = {
 Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, shape, stride, offset
 
 _NOTHING: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    """What has this geometry in that memory."""
+    dtype, shape, stride, offset = geometry
+    with torch.inference_mode(False):
+        return _nothing(dtype, storage.device).detach().set_(storage, offset, shape, stride)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -151,12 +158,6 @@ class SavedTensor:
         self.storage_ref = weakref.ref(storage)
         self.identity = (storage._cdata, self.version)
 
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Our geometry in that memory."""
-        dtype, shape, stride, offset = self.geometry
-        with torch.inference_mode(False):
-            return _nothing(dtype, storage.device).detach().set_(storage, offset, shape, stride)
-
     def view(self, handle: Handle) -> torch.Tensor:
         # Detached first: with create_graph an in-place change of what we return has an autograd history of its own,
         # which must not become the alias's. The version counter is shared all the way.
@@ -224,6 +225,40 @@ class Passed:
         if tensor._version != self.version:
             raise modified_in_place(tensor, None if tensor.is_nested else tensor.shape, self.version)
         return tensor if self.key is None else tensor.detach()  # as SavedTensor.view
+
+
+class Dropped(Passed):
+    """What a call that runs again makes once more: until then a name, and an alias that keeps the version counter (see
+    Note [The alias keeps the version counter]). From then on a loose one."""
+
+    __slots__ = ("again", "geometry", "nbytes", "storage_ref", "together")
+
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key | None, again: Call) -> None:
+        super().__init__(tensor)
+        self.key = key
+        self.again: Call | None = again  # as long as it is dropped
+        self.together: list[Name] = []  # all that are made together with it
+        self.nbytes: int = storage.nbytes()
+        self.storage_ref = weakref.ref(storage)  # that it was saved from
+        dtype = tensor.dtype
+        self.geometry: Geometry = dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        assert self.tensor is not None
+        self.tensor.data = _nothing(dtype, tensor.device)
+
+    @property
+    def state(self) -> State:
+        return State.DEVICE if self.again is None else State.DROPPED
+
+    def check(self) -> None:
+        """Raises RuntimeError if it was changed in place since it was saved."""
+        if self.tensor is not None and self.tensor._version != self.version:
+            raise modified_in_place(self.tensor, self.geometry[1], self.version)
+
+    def give(self, made: torch.Tensor, stream: Stream) -> None:
+        """Made again, in memory that belongs to ``stream``."""
+        assert self.tensor is not None
+        self.again, self.stream = None, stream
+        self.tensor.data = over(made.untyped_storage(), self.geometry)
 
 
 def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: int) -> RuntimeError:

@@ -25,7 +25,7 @@ from mindspeed_swap.core.movable import DEFAULT_MIN_BYTES, Movable
 from mindspeed_swap.core.mover import Mover
 from mindspeed_swap.core.plan import Agenda, Plan
 from mindspeed_swap.core.recorder import Recorder
-from mindspeed_swap.core.saved_tensor import Handle, Passed, SavedTensor, State, modified_in_place
+from mindspeed_swap.core.saved_tensor import Dropped, Handle, Passed, SavedTensor, State, modified_in_place
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.step import NAMELESS, Scope, StepStats
 from mindspeed_swap.core.step_clock import StepClock
@@ -47,8 +47,7 @@ class SwapManager:
         copy_streams: tuple[Stream, Stream] | None = None,
     ) -> None:
         """``copy_streams``: out and back, if not its own. ``skip_waits``: for tests; each removed must be noticed."""
-        self.accelerator = accelerator
-        self.pool = pool
+        self.accelerator, self.pool = accelerator, pool
         self.movable = Movable(accelerator, min_bytes)
         self.on_interval: Callable[[Interval], None] | None = None  # told at every point what led to it
         self.headroom_bytes = 0  # left free by what is fetched ahead
@@ -58,12 +57,10 @@ class SwapManager:
         self.observers = self._mover.observers  # told after every change: (tensor, old state or None if just saved)
         self.live, self._strays = LiveTensors(), Strays()
         self.scope: Scope | None = None
-        self.calls, self._agenda = ModuleCalls(self), Agenda()
-        self.loose, self._is_light = Loose(self), False
-        self._has_points = self._has_plan = False  # something is to be done at the points of this step; to be moved
-        self.evicting = Evicting(self.lock)
+        self.calls, self.loose, self._agenda = ModuleCalls(self), Loose(self), Agenda()
+        self._is_light = self._has_points = self._has_plan = False  # see change_plan
+        self.evicting, self.clock = Evicting(self.lock), StepClock(accelerator)
         self._recording_ms = 0.0  # of the host, in the last recorded step
-        self.clock = StepClock(accelerator)
 
     @property
     def recorder(self) -> Recorder | None:
@@ -174,8 +171,7 @@ class SwapManager:
         number = self.calls.next_save()
         self._mover.stats.saves += 1
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
-        is_loose = self._is_light and number is None and key not in self._agenda.saves
-        if is_loose and (passed := self.loose.pack(tensor, key)):
+        if self._is_light and key not in self._agenda.saves and (passed := self.loose.pack(tensor, key, number)):
             return passed
         storage = self.movable.storage_of(tensor)
         if storage is None:
@@ -193,7 +189,9 @@ class SwapManager:
         """As if it were saved, for a call that will run again. Its name comes when somebody saves it."""
         assert self.scope is not None
         storage = self.movable.storage_of(tensor)
-        return Passed(tensor) if storage is None else self._keep(tensor, storage, self.scope.nameless_key(), None)
+        if storage is None:
+            return Passed(tensor)
+        return self.loose.join(tensor, storage, None) or self._keep(tensor, storage, self.scope.nameless_key(), None)
 
     def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
@@ -264,10 +262,12 @@ class SwapManager:
                 self._mover.load(packed.saved)
         return view
 
-    def give(self, saved: SavedTensor, made: torch.Tensor) -> None:
+    def give(self, saved: SavedTensor | Dropped, made: torch.Tensor) -> None:
         """What a module made again."""
         with self.lock:
-            if saved.state is State.DROPPED:
+            if isinstance(saved, Dropped):
+                self.loose.give(saved, made)
+            elif saved.state is State.DROPPED:
                 self.live.storage_goes(saved)
                 self._mover.give(saved, made)
                 self.live.storage_came(saved)
@@ -315,7 +315,7 @@ class SwapManager:
                 self.on_interval(interval)
 
     def act(self, position: Position | None) -> None:
-        """What the plan wants at this position. Each entry is used once."""
+        """What the plan wants at this position (None: nothing). Each entry is used once."""
         if position is None:
             return
         for key in self._agenda.releases.pop(position, ()):

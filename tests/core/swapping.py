@@ -59,7 +59,7 @@ def run_step(
     record: bool = False,
     read_order: dict | None = None,
     microbatches: int = 1,
-    light: bool = False,
+    light: bool | None = None,
 ) -> Outcome:
     """One training step without an optimizer. No manager: plain PyTorch."""
     for leaf in leaves:
@@ -67,7 +67,8 @@ def run_step(
     device.reset_peak()
     losses = []
     if manager is not None:
-        manager.begin_step(plan, trace=new_trace() if record else None, read_order=read_order, light=light)
+        how = {} if light is None else {"light": light}
+        manager.begin_step(plan, trace=new_trace() if record else None, read_order=read_order, **how)
     for microbatch in range(microbatches):
         with manager.forward(microbatch) if manager is not None else nullcontext():
             loss = body(manager.layer if manager is not None else _no_layer)

@@ -16,6 +16,8 @@ from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import ALL_VERBS, floor, solve
 from mindspeed_swap.core.trace import BACKWARD, MODULE_BORDER, POINTWISE, ModuleKey, StepTrace
 
+pytestmark = pytest.mark.usefixtures("light_or_not")
+
 WIDTH, TOKENS, LAYERS = 32, 1024, 4
 
 

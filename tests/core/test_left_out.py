@@ -2,6 +2,8 @@
 and gives what it gave the first time."""
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from swapping import assert_nothing_left, assert_same, new_manager, run_step
@@ -13,6 +15,9 @@ from mindspeed_swap.core.recompute import Chosen, modules_of
 from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.trace import ModuleKey
+from mindspeed_swap.sim import device
+
+pytestmark = pytest.mark.usefixtures("light_or_not")
 
 ROW = TOKENS * WIDTH * 4  # bytes of a hidden state
 
@@ -193,16 +198,21 @@ def assert_right(body, sim, *names):
     plan = Plan(trace.model, 0, (), tuple(Recompute(record.key, 1, 0.0) for record in found))
     for record in (False, True):
         assert_same(model.step(manager, plan, record=record), plain)
-    manager.begin_step(plan)
     model.manager = manager
-    with manager.forward(0):
-        loss = model(manager.layer)
-    manager.drain()
-    dropped = [saved.key for saved in manager.live.by_serial.values() if saved.state is State.DROPPED]
-    assert sorted(dropped) == sorted(key for record in found for key in record.frees)
-    del loss
-    manager.end_step()
-    assert_nothing_left(manager)
+    held_bytes = []
+    for light in (False, True):  # in a light step few are in the books, and no more is held
+        manager.begin_step(plan, light=light)
+        with manager.forward(0):
+            loss = model(manager.layer)
+        manager.drain()
+        gc.collect()
+        held_bytes.append(device.memory_allocated())
+        dropped = [saved.key for saved in manager.live.by_serial.values() if saved.state is State.DROPPED]
+        assert light or sorted(dropped) == sorted(key for record in found for key in record.frees)
+        del loss
+        manager.end_step()
+        assert_nothing_left(manager)
+    assert held_bytes[0] == held_bytes[1]
 
 
 @pytest.mark.parametrize("use", [torch.sin, lambda gave: gave], ids=["saved", "saved by nobody"])

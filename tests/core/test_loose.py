@@ -17,7 +17,6 @@ from swapping import (
 
 from mindspeed_swap.core.oom_guard import OomGuard
 from mindspeed_swap.core.plan import Agenda, Plan, Recompute, Swap
-from mindspeed_swap.core.saved_tensor import State
 from mindspeed_swap.core.trace import (
     BACKWARD,
     ENTER,
@@ -351,7 +350,7 @@ def test_after_a_call_that_runs_again_what_no_plan_wants_is_still_loose(sim):
     def body(layer):
         with layer(1):
             given = inputs @ weights[1]
-            hidden = manager.calls.call("first", lambda given: torch.tanh(given @ weights[0]), (given,), {})
+            hidden = manager.calls.call("first", lambda given: (given @ weights[0]).sin(), (given,), {})
             there.append(hidden)
             return torch.tanh((hidden @ weights[2]).exp() @ weights[3]).square().mean()
 
@@ -360,6 +359,5 @@ def test_after_a_call_that_runs_again_what_no_plan_wants_is_still_loose(sim):
     plan = Plan(MODEL, 0, (), (Recompute(ModuleKey(0, 0, 1, "first"), 1, 0.0),))
     stats = light_step(body, weights, manager, plan)
     assert len(there) == 1 and stats.recomputed_calls == 1
-    # What the call is run from and, by name, what it gave, which its own product and the next one save.
-    assert stats.saves > 7 and stats.saved == 2 and manager.bytes_in[State.DROPPED] == 0
+    assert stats.saves > 7 and stats.saved == 2, "what the call is run from, and what it gave"
     assert all(torch.equal(weight.grad, grad) for weight, grad in zip(weights, plain.grads, strict=True))

@@ -13,6 +13,8 @@ from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import ALL_VERBS, solve
 from mindspeed_swap.core.trace import ModuleKey, pointwise_of
 
+pytestmark = pytest.mark.usefixtures("light_or_not")
+
 WIDTH, TOKENS, LAYERS = 32, 1024, 4
 HIDDEN, WIDE = TOKENS * WIDTH * 4, TOKENS * WIDTH * 4 * 4
 
