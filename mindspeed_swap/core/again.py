@@ -213,7 +213,7 @@ class Call:
             for saved in some:
                 if tensor.untyped_storage().nbytes() != saved.nbytes:
                     raise RuntimeError(self._differs())
-                give(saved, tensor.detach())
+                give(saved, tensor)
 
         def pack(tensor: torch.Tensor) -> None:
             settle(by_save.pop(next(saves), ()), tensor)

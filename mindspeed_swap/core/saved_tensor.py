@@ -52,11 +52,17 @@ Geometry = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # dtype, shape,
 _NOTHING: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    return tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
 def over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
     """What has this geometry in that memory."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return over(storage, geometry)
     dtype, shape, stride, offset = geometry
-    with torch.inference_mode(False):
-        return _nothing(dtype, storage.device).detach().set_(storage, offset, shape, stride)
+    return _nothing(dtype, storage.device).detach().set_(storage, offset, shape, stride)
 
 
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -132,8 +138,7 @@ class SavedTensor:
         """Of the alias, as long as it has its bytes."""
         if self.emptied is not None:
             return self.emptied
-        alias = self.alias
-        return alias.dtype, alias.shape, alias.stride(), int(alias.storage_offset())
+        return geometry_of(self.alias)
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         return self.storage_ref() is storage
@@ -240,10 +245,9 @@ class Dropped(Passed):
         self.together: list[Name] = []  # all that are made together with it
         self.nbytes: int = storage.nbytes()
         self.storage_ref = weakref.ref(storage)  # that it was saved from
-        dtype = tensor.dtype
-        self.geometry: Geometry = dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        self.geometry = geometry_of(tensor)
         assert self.tensor is not None
-        self.tensor.data = _nothing(dtype, tensor.device)
+        self.tensor.data = _nothing(tensor.dtype, tensor.device)
 
     @property
     def state(self) -> State:
@@ -258,7 +262,8 @@ class Dropped(Passed):
         """Made again, in memory that belongs to ``stream``."""
         assert self.tensor is not None
         self.again, self.stream = None, stream
-        self.tensor.data = over(made.untyped_storage(), self.geometry)
+        alike = geometry_of(made) == self.geometry  # nearly always
+        self.tensor.data = made if alike else over(made.untyped_storage(), self.geometry)
 
 
 def modified_in_place(tensor: torch.Tensor, shape: torch.Size | None, expected: int) -> RuntimeError:
