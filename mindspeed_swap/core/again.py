@@ -262,8 +262,11 @@ class Produced:
         """Perhaps: what had this address may be gone."""
         return identity in self._found
 
+    def clear(self) -> None:
+        self._found.clear()
+
     def add(self, call: Call, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """``inputs``: an output that is one of them was not made by it."""
+        """``inputs``: an output that is one of them was not made by it, or is not to be."""
         given = call.gave | {tensor.untyped_storage()._cdata for tensor in inputs}
         for index, tensor in enumerate(outputs):
             storage = tensor.untyped_storage()

@@ -7,12 +7,14 @@ stream that its memory belongs to. What a call that runs again will make is drop
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_swap.core.again import Call, Identity
+from mindspeed_swap.core.again import Call, Identity, Name
 from mindspeed_swap.core.saved_tensor import Dropped, Handle, Passed, SavedTensor, State
+from mindspeed_swap.core.step import NAMELESS
 from mindspeed_swap.core.trace import BACKWARD, Key, Position, new
 
 if TYPE_CHECKING:
@@ -22,13 +24,26 @@ if TYPE_CHECKING:
 GONE = (State.HOST, State.RETURNING, State.DROPPED)  # what its storage was is not where its bytes are
 
 
+def _living(name: Name) -> Dropped | None:
+    return None if isinstance(name, int) else name()
+
+
 class Loose:
     """A part of the manager."""
 
     def __init__(self, manager: SwapManager) -> None:
         self._manager = manager
         self._passed: list[weakref.ref[Passed]] = []  # in the order of saving
-        self._dropped: dict[Identity, weakref.ref[Dropped]] = {}  # by the storage that each was saved from
+        # In this step, what was dropped together, by the storage that it was saved from.
+        self._dropped: dict[Identity, list[Name]] = {}
+
+    def begin_step(self) -> None:
+        """What outlives its step, as of a retained graph, has no name in the next, and is in the books if it can be."""
+        for name in chain.from_iterable(self._dropped.values()):
+            if (dropped := _living(name)) is not None and dropped.key is not None:
+                dropped.key = dropped.key._replace(ordinal=NAMELESS)
+        self._dropped.clear()
+        self.take_up()
 
     def pack(self, tensor: torch.Tensor, key: Key, number: int | None = None) -> Passed | None:
         """``number``: of the save within a call that will run again. None: its storage is in the books already, or is
@@ -57,25 +72,26 @@ class Loose:
         if manager.movable.refuses(tensor):
             return Passed(tensor)
         dropped, identity = Dropped(tensor, storage, key, call), (storage._cdata, tensor._version)
-        name = weakref.ref(dropped)
-        dropped.together = call.drops(name, identity, number)
-        self._dropped[identity] = name
+        dropped.together = self._dropped[identity] = call.drops(weakref.ref(dropped), identity, number)
         return dropped
 
-    def join(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key | None) -> Dropped | None:
-        """It is dropped with another one of its storage, if one has been."""
+    def join(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, anchor: Key | None = None
+    ) -> Dropped | None:
+        """It is dropped with another one of its storage, if one has been. ``anchor``: as of ``Passed``."""
         other = self._find(tensor, storage)
-        if other is None or (call := other.again) is None:
+        if other is None or (call := other.again) is None or self._manager.movable.refuses(tensor):
             return None
         dropped = Dropped(tensor, storage, key, call)
-        dropped.together = other.together
+        dropped.anchor, dropped.together = anchor, other.together
         dropped.together.append(weakref.ref(dropped))
         return dropped
 
     def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Dropped | None:
-        name = self._dropped.get((storage._cdata, tensor._version))
-        dropped = name() if name is not None else None
-        return dropped if dropped is not None and dropped.storage_ref() is storage else None
+        for name in self._dropped.get((storage._cdata, tensor._version), ()):
+            if (dropped := _living(name)) is not None and dropped.storage_ref() is storage and not dropped.modified:
+                return dropped
+        return None
 
     def give_back(self, tensor: torch.Tensor, call: Call) -> None:
         """All that the call has dropped of its storage is kept after all."""
@@ -87,20 +103,21 @@ class Loose:
 
     def give(self, dropped: Dropped, made: torch.Tensor) -> None:
         """It was made again. With the manager's lock held."""
-        dropped.give(made, self._manager.accelerator.compute_stream())
-        self._passed.append(weakref.ref(dropped))
+        if dropped.again is not None:
+            dropped.give(made, self._manager.accelerator.compute_stream())
+            self._passed.append(weakref.ref(dropped))
 
     def unpack(self, packed: Passed) -> torch.Tensor:
         """What was passed through, loose or not."""
         manager = self._manager
         manager.tidy()
+        if (anchor := packed.anchor) is not None:
+            packed.anchor = None
+            manager.act(new(Position, (BACKWARD, *anchor)))  # what is released makes room for a call that runs again
         if isinstance(packed, Dropped) and (call := packed.again) is not None:
             packed.check()
             manager.calls.run_again(call, packed)
             assert packed.again is None, "a call that ran again has not given all that it had dropped"
-        if (anchor := packed.anchor) is not None:
-            packed.anchor = None
-            manager.act(new(Position, (BACKWARD, *anchor)))
         with manager.lock:  # else its memory could be given up while an alias of it is made
             tensor = packed.get()
         if tensor is None:
@@ -114,7 +131,6 @@ class Loose:
     def take_up(self) -> int:
         """All that are still there, so that they can be pushed out. With the manager's lock held. Returns the bytes
         that this alone has freed: of those whose storage was pushed out under another name."""
-        self._dropped.clear()
         refs, freed = self._passed[:], 0
         del self._passed[: len(refs)]  # other threads append meanwhile
         for ref in refs:

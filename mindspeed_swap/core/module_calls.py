@@ -42,6 +42,7 @@ class ModuleCalls:
         names = {plain_name(key) for key in self._planned}
         self._names = names | {name.removesuffix(POINTWISE) for name in names}
         self._has_borders, self._observed = borders or observed, observed
+        self._produced.clear()  # a call that gives what it did not make would be kept as long as that
 
     def call(
         self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
@@ -140,7 +141,8 @@ class ModuleCalls:
         if keeps_outputs or part:
             call.forward_is_over()  # else who saves an output may want all of it
         else:
-            self._produced.add(call, tensors(result), tensors(arguments))
+            gave, refuses = tensors(result), self._manager.movable.refuses
+            self._produced.add(call, gave, [*tensors(arguments), *filter(refuses, gave)])
         return result
 
     def run_again(self, call: Call, wanted: SavedTensor | Dropped) -> None:

@@ -238,7 +238,7 @@ class Dropped(Passed):
 
     __slots__ = ("again", "geometry", "nbytes", "storage_ref", "together")
 
-    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key | None, again: Call) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, again: Call) -> None:
         super().__init__(tensor)
         self.key = key
         self.again: Call | None = again  # as long as it is dropped
@@ -253,9 +253,15 @@ class Dropped(Passed):
     def state(self) -> State:
         return State.DEVICE if self.again is None else State.DROPPED
 
+    @property
+    def modified(self) -> bool:
+        """Changed in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
     def check(self) -> None:
-        """Raises RuntimeError if it was changed in place since it was saved."""
-        if self.tensor is not None and self.tensor._version != self.version:
+        """Raises RuntimeError if it is."""
+        if self.modified:
+            assert self.tensor is not None
             raise modified_in_place(self.tensor, self.geometry[1], self.version)
 
     def give(self, made: torch.Tensor, stream: Stream) -> None:

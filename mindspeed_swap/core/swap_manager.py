@@ -78,7 +78,7 @@ class SwapManager:
         self.drain()
         with self.lock:
             self.scope = None
-            self.loose.take_up()  # what outlives its step, as of a retained graph
+            self.loose.begin_step()
             self.live.by_key.clear()
             self._mover.stats = StepStats()
         self.clock.begin()
@@ -173,15 +173,14 @@ class SwapManager:
         key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
         if self._is_light and key not in self._agenda.saves and (passed := self.loose.pack(tensor, key, number)):
             return passed
-        storage = self.movable.storage_of(tensor)
+        storage, anchor = self.movable.storage_of(tensor), key if key in self._agenda.anchors else None
         if storage is None:
-            if key not in self._agenda.anchors:
-                return Passed(tensor)
-            self.act(new(Position, (FORWARD, *key)))  # an expert had no tokens: what is planned here is done anyway
-            return Passed(tensor, key)
+            if anchor is not None:  # an expert had no tokens: what is planned here is done anyway
+                self.act(new(Position, (FORWARD, *key)))
+            return Passed(tensor, anchor)
         position: Position | None = new(Position, (FORWARD, *key)) if self._has_points else None
         self._close(position)
-        handle = self._keep(tensor, storage, key, number)
+        handle = self.loose.join(tensor, storage, key, anchor) or self._keep(tensor, storage, key, number)
         self.act(position)
         return handle
 
@@ -191,7 +190,8 @@ class SwapManager:
         storage = self.movable.storage_of(tensor)
         if storage is None:
             return Passed(tensor)
-        return self.loose.join(tensor, storage, None) or self._keep(tensor, storage, self.scope.nameless_key(), None)
+        key = self.scope.nameless_key()
+        return self.loose.join(tensor, storage, key) or self._keep(tensor, storage, key, None)
 
     def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, key: Key, number: int | None) -> Handle:
         """``number``: of this save within the call that will run again."""
