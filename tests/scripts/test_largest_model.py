@@ -60,14 +60,14 @@ def test_it_finds_each_limit_and_compares(largest):
     assert done.returncode == 0, done.stderr
     found = largest.results()
     assert {name: row["layers"] for name, row in found.items()} == {"plain": 5, "full recompute": 9, "smart-swap": 13}
-    assert found["plain"]["steps"] == 20 + 20
+    assert found["plain"]["steps"] == 24 + 20
     assert found["smart-swap"]["parameters_ratio"] == pytest.approx(
         found["smart-swap"]["parameters"] / found["plain"]["parameters"]
     )
     assert found["smart-swap"]["host_bytes"] == 1 << 30 and found["plain"]["host_bytes"] == 0
     # 0.1 s per layer: without the part outside the layers the speed would be the same
     assert 0.8 < found["smart-swap"]["tflops_ratio"] <= 1
-    assert "time left: about" in done.stdout and "plain: 8 layers, 20 steps: torch.OutOfMemoryError" in done.stdout
+    assert "time left: about" in done.stdout and "plain: 8 layers, 24 steps: torch.OutOfMemoryError" in done.stdout
     assert len(largest.calls()) == 5 + 7 + 7, "doubling, halving, one long run each"
 
 
@@ -84,7 +84,7 @@ def test_started_again_it_goes_on(largest):
 
 def test_at_one_size_and_then_the_search_around_it(largest):
     done = largest("--only", "plain", "--at", "5", plain=5, recompute=0, swap=0)
-    assert done.returncode == 0 and largest.results()["plain"]["layers"] == 5 and largest.calls() == ["plain 5 40"]
+    assert done.returncode == 0 and largest.results()["plain"]["layers"] == 5 and largest.calls() == ["plain 5 44"]
     assert largest("--only", "plain", "--at", "6", plain=5, recompute=0, swap=0).returncode == 1
     largest("--only", "plain", plain=5, recompute=0, swap=0)
     assert largest.results()["plain"]["layers"] == 5
