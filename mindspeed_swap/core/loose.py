@@ -140,7 +140,7 @@ class Loose:
 
     def _take_up(self, passed: Passed) -> SavedTensor | None:
         manager, tensor, key = self._manager, passed.tensor, passed.key
-        if tensor is None or key is None or tensor._version != passed.version:
+        if tensor is None or key is None or passed.modified:
             return None  # changed in place: then nothing may ever read it
         storage = manager.movable.storage_of(tensor)
         if storage is None:

@@ -222,6 +222,11 @@ class Passed:
         self.tensor: torch.Tensor | None
         self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
 
+    @property
+    def modified(self) -> bool:
+        """Changed in place since it was saved."""
+        return self.tensor is not None and self.tensor._version != self.version
+
     def get(self) -> torch.Tensor | None:
         """None: it was taken up, see ``handle``."""
         tensor = self.tensor
@@ -252,11 +257,6 @@ class Dropped(Passed):
     @property
     def state(self) -> State:
         return State.DEVICE if self.again is None else State.DROPPED
-
-    @property
-    def modified(self) -> bool:
-        """Changed in place since it was saved."""
-        return self.tensor is not None and self.tensor._version != self.version
 
     def check(self) -> None:
         """Raises RuntimeError if it is."""

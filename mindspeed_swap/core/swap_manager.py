@@ -58,7 +58,7 @@ class SwapManager:
         self.live, self._strays = LiveTensors(), Strays()
         self.scope: Scope | None = None
         self.calls, self.loose, self._agenda = ModuleCalls(self), Loose(self), Agenda()
-        self._is_light = self._has_points = self._has_plan = False  # see change_plan
+        self._is_light = self._has_points = self._has_plan = False  # see change_plan; to do, see at points; planned
         self.evicting, self.clock = Evicting(self.lock), StepClock(accelerator)
         self._recording_ms = 0.0  # of the host, in the last recorded step
 

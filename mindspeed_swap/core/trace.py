@@ -192,7 +192,8 @@ class StepTrace:
     h2d_both_bytes_per_ms: float = 0.0
     copy_overhead_ms: float = 0.0  # what a copy takes besides the time of its bytes
     stall_ms: float = 0.0  # waits for copies and recomputes; the times of the points are without them
-    forward_waits: float = 0.0  # share of the points of forward at which the device waits for the host
+    # Shares of the points of a phase at which the device waits for the host: once, not for every plan looked at.
+    forward_waits: float = 0.0
     backward_waits: float = 0.0
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
