@@ -1,12 +1,8 @@
-"""The virtual optimizer on a real GPU: bits, memory, order of streams, and time against what the link can do.
-
-Figures are printed: run with ``-s`` to see them.
-"""
+"""The virtual optimizer on a real GPU: bits, memory, order of streams."""
 from __future__ import annotations
 
 import gc
 import io
-import time
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from overlapped import Training
 from simulated import close_pools, new_pool
 
 from mindspeed_swap.core.accelerator import cuda
-from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.units import GIB, MIB
 from mindspeed_swap.virtual_optimizer.arena import Arena, choose
 from mindspeed_swap.virtual_optimizer.streamed import Streamed
@@ -38,7 +33,6 @@ F32, BF16 = torch.float32, torch.bfloat16
 MODES = ("mapped", "streamed")
 # 49 MiB of moments; two parameters are cut.
 LARGER = ((2048, 2048), (4096,), (1000, 1001), (300, 500), (1,), (1024, 1024))
-BILLION = 1e9
 
 
 @pytest.fixture(scope="module")
@@ -213,107 +207,44 @@ def test_each_wait_is_needed(accelerator, wait):
 
 
 # ---- around the step
+AHEAD_CYCLES = 100_000_000  # 50 ms, in which the host gets ahead, or all would have left at once
+STEPS = 10
+
+
 @pytest.mark.parametrize("make", MAKES)
 def test_same_bits_with_overlap(accelerator, make):
     """State that comes in during backward and leaves during forward, of steps that come one behind the other."""
     ours, plain = (Training(accelerator, overlaps, make, device="cuda") for overlaps in (True, None))
     for training in (ours, plain):
         for _ in range(6):
-            torch.cuda._sleep(100_000_000)  # 50 ms: the host is ahead, or all would have left at once
+            torch.cuda._sleep(AHEAD_CYCLES)
             training.step()
     figures = f"early {ours.pipeline.early_bytes}, late {ours.pipeline.late_bytes}"
     assert ours.pipeline.early_bytes > 0 and ours.pipeline.late_bytes > 0, figures
     assert differences(ours.optimizer, plain.optimizer) == [], figures
 
 
-STEPS = 10
-
-
-def test_overlap_hides_the_copies(accelerator):
-    """1 GiB of state, which takes a fraction of one backward and of one forward: nothing of it is to be seen."""
+def test_overlap_takes_no_more_memory(accelerator):
+    """1 GiB of state, which takes a fraction of one backward and of one forward. (How long steps take is measured by
+    workload C of scripts/bench.)"""
     sizes = {"device": "cuda", "layers": 8, "width": 4096, "rows": 8192, "slice_bytes": None}
-    seconds, peaks = {}, {}
-    for overlaps in (None, False, True):
+    peaks, early, late = {}, 0, 0
+    for overlaps in (False, True):
         gc.collect()
         base = torch.cuda.memory_allocated()
         training = Training(accelerator, overlaps, **sizes)
         for _ in range(3):
             training.step()
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
         for _ in range(STEPS):
+            torch.cuda._sleep(AHEAD_CYCLES)
             training.step()
-        torch.cuda.synchronize()  # what leaves after the last step is not hidden
-        seconds[overlaps] = (time.perf_counter() - start) / STEPS
+        torch.cuda.synchronize()
         peaks[overlaps] = torch.cuda.max_memory_allocated() - base
         if overlaps:
-            moved = sum(w.nbytes for w in training.weights) * 2
             early, late = training.pipeline.early_bytes, training.pipeline.late_bytes
         del training
         close_pools()
-    figures = (
-        f"step {seconds[None] * 1e3:.1f} ms; streamed {seconds[False] * 1e3:.1f} ms, with overlap "
-        f"{seconds[True] * 1e3:.1f} ms; of {moved / MIB:.0f} MiB {early / MIB:.0f} came early, {late / MIB:.0f} left "
-        f"late; peaks {peaks[None] / MIB:.0f}, {peaks[False] / MIB:.0f}, {peaks[True] / MIB:.0f} MiB"
-    )
-    print(f"\n{figures}")
-    assert seconds[True] - seconds[None] <= 0.02 * seconds[None], figures
+    figures = f"{early} bytes came early, {late} left late; peaks {peaks}"
+    assert early > 0 and late > 0, figures
     assert peaks[True] <= peaks[False], figures
-
-
-# ---- time
-@pytest.fixture(scope="module")
-def gbps(accelerator):
-    """Each way, of 256 MiB copies at the same time."""
-    nbytes, rounds = 256 * MIB, 8
-    pool = HostPool(accelerator, 2 * nbytes + 64 * MIB)
-    blocks = [pool.alloc(nbytes) for _ in range(2)]
-    buffers = [accelerator.empty(nbytes) for _ in range(2)]
-    h2d, d2h = accelerator.new_stream(), accelerator.new_stream()
-    times = []
-    for _ in range(3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(rounds):
-            accelerator.copy(buffers[0], blocks[0].tensor, h2d)
-            accelerator.copy(blocks[1].tensor, buffers[1], d2h)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    pool.close()
-    return rounds * nbytes / min(times) / BILLION
-
-
-def seconds_per_step(optimizer):
-    optimizer.step()
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        optimizer.step()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
-
-
-@pytest.mark.parametrize(
-    ("make", "mode", "most"),
-    [("adamw-fused", "streamed", 1.10), ("adamw-foreach", "streamed", 1.10), ("adamw-fused", "mapped", 1.25),
-     ("adamw-foreach", "mapped", None)],
-)  # fmt: skip
-def test_time(accelerator, gbps, make, mode, most):
-    """268 M parameters: the step against the link's floor, bytes one way over the bandwidth when both are busy."""
-    params = [torch.nn.Parameter(torch.ones(4096, 4096, device="cuda")) for _ in range(16)]
-    for p in params:
-        p.grad = torch.full_like(p, 1e-3)
-    plain = MAKES[make]([{"params": params}])
-    without = seconds_per_step(plain)
-    del plain
-    optimizer = MAKES[make]([{"params": params}])
-    virtual = attach(accelerator, optimizer, mode=mode, host_bytes=4 * GIB)
-    took = seconds_per_step(optimizer)
-    floor = virtual.moments_bytes / gbps / BILLION
-    figures = (f"{make} {mode}: {took * 1e3:.1f} ms; {gbps:.1f} GB/s each way, floor {floor * 1e3:.1f} ms, ratio "
-               f"{took / floor:.3f}; on the device {without * 1e3:.1f} ms")  # fmt: skip
-    print(f"\n{figures}")
-    assert most is None or took <= most * floor, figures
