@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.module_state import ModuleState
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State
 from mindspeed_swap.core.spans import span
@@ -77,7 +78,8 @@ class ModuleCalls:
             start = perf_counter()
             versions = [(tensor, tensor._version) for tensor in tensors((args, kwargs))]
             inputs = [tensor for tensor, _ in versions if not refuses(tensor)]
-            tracked = recorder.enter(key, [(tensor, self._manager.live.find(tensor)) for tensor in inputs], once)
+            known = [(tensor, self._manager.live.find(tensor)) for tensor in inputs]
+            tracked = recorder.enter(key, known, ModuleState(args), once)
             recorder.took_since(start)
         try:
             result = self._run_within(self._call, key, function, args, kwargs, keeps_outputs, once)

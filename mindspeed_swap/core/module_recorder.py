@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mindspeed_swap.core.module_state import ModuleState
 from mindspeed_swap.core.recompute import rerun_bytes
 from mindspeed_swap.core.saved_tensor import SavedTensor
 from mindspeed_swap.core.trace import Key, ModuleKey, ModuleRecord, SavedRecord, StepTrace, pointwise_of
@@ -31,6 +32,7 @@ class Tracked:
     key: ModuleKey
     begin: int
     once: bool  # it must not run again: calls around it are run again without it
+    state: ModuleState  # of the module, as they were
     end: int = -1
     repeats: bool = True  # it could run again: inputs, and what is left out in it gave, are as they were
     in_parts: bool = True  # so could its pointwise part: no module inside has changed what it was given
@@ -86,10 +88,11 @@ class ModuleRecorder:
         self._watched: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[tuple[Tracked, bool]]]] = {}
 
     def enter(
-        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]], *, once: bool
-    ) -> Tracked:
+        self, key: ModuleKey, begin: int, inputs: list[tuple[torch.Tensor, SavedRecord | None]], state: ModuleState,
+        *, once: bool,
+    ) -> Tracked:  # fmt: skip
         """``begin``: the point just closed. ``inputs``: tensors that could be moved, with their saves so far."""
-        tracked = Tracked(key, begin, once)
+        tracked = Tracked(key, begin, once, state)
         for outer in self._running:
             outer.begins.append(begin)
         for outer in self._around(tracked):
@@ -136,6 +139,10 @@ class ModuleRecorder:
         tracked.repeats &= unchanged and not tracked.once
         tracked.repeats &= all(tensor._version == version for tensor, version in tracked.answers)
         tracked.answers.clear()
+        if changed := tracked.state.changed():
+            tracked.repeats = tracked.in_parts = False
+            for outer in self._running if tracked.once else ():
+                outer.state.accept(changed)
         if self._running:
             self._running[-1].in_parts &= unchanged
         self._done.append(tracked)

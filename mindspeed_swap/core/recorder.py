@@ -10,6 +10,7 @@ import torch
 from mindspeed_swap.core.accelerator.base import Accelerator, Event, Interval
 from mindspeed_swap.core.host_lag import Mark, idle
 from mindspeed_swap.core.module_recorder import ModuleRecorder, Tracked
+from mindspeed_swap.core.module_state import ModuleState
 from mindspeed_swap.core.saved_tensor import SavedTensor, State
 from mindspeed_swap.core.trace import (
     BACKWARD,
@@ -212,9 +213,11 @@ class Recorder:
         """A custom operator ran between the two events."""
         self._operators.append((name, self._next, before, after))
 
-    def enter(self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]], once: bool) -> Tracked:
+    def enter(
+        self, key: ModuleKey, inputs: list[tuple[torch.Tensor, SavedTensor | None]], state: ModuleState, once: bool
+    ) -> Tracked:
         """A module begins, at the point just closed."""
-        return self.modules.enter(key, self._next - 1, self._known(inputs), once=once)
+        return self.modules.enter(key, self._next - 1, self._known(inputs), state, once=once)
 
     def exit(
         self, tracked: Tracked, outputs: list[tuple[torch.Tensor, SavedTensor | None]], *, unchanged: bool,

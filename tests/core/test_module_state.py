@@ -1,0 +1,130 @@
+"""A module that changes its buffers as it runs must not run twice: its running means and counts would be others."""
+from __future__ import annotations
+
+import pytest
+import torch
+from swapping import assert_same, new_manager
+from test_again import LAYERS, WIDTH, Blocks
+
+from mindspeed_swap.core.module_state import ModuleState
+from mindspeed_swap.core.recompute import modules_of
+from mindspeed_swap.core.solve import KEEP, RECOMPUTE, floor, solve
+
+pytestmark = pytest.mark.usefixtures("light_or_not")
+
+
+class Mean(torch.nn.Module):
+    """Less its running mean; how that is kept is up to ``kept``."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("never", None)
+        self.total = torch.zeros(WIDTH)  # in no state_dict
+
+    def forward(self, hidden):
+        now = hidden.detach().mean(0)
+        if self.kept == "in place":
+            self.mean.lerp_(now, 0.1)
+        elif self.kept == "replaced":
+            self.mean = self.mean.lerp(now, 0.1)
+        elif self.kept == "attribute":
+            self.total += now
+        self.last = now
+        return (hidden - now).tanh().square()
+
+
+class Block(torch.nn.Module):
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.inner = Mean(kept)
+
+    def forward(self, model, hidden, up, down):
+        normed = model.call("norm", Mean.forward, self.inner, hidden)
+        return hidden + model.call("mlp", model.mlp, normed, up=up, down=down)
+
+
+class Averaged(Blocks):
+    once = False
+
+    def __init__(self, kept: str, layers: int = LAYERS) -> None:
+        super().__init__(layers)
+        self.blocks = [Block(kept) for _ in range(layers)]
+        self.layer = 0
+
+    def call(self, name, function, *args, **kwargs):
+        if self.manager is None:
+            return function(*args, **kwargs)
+        once = self.once and name == "norm"
+        return self.manager.calls.call(name, function, args, kwargs, keeps_outputs=name == "layer", once=once)
+
+    def block(self, hidden, up, down):
+        raise AssertionError("the layers are modules")
+
+    def __call__(self, layer):
+        hidden = self.inputs
+        for number, (block, (up, down)) in enumerate(zip(self.blocks, self.weights, strict=True), 1):
+            with layer(number):
+                hidden = self.call("layer", Block.forward, block, self, hidden, up, down)
+        return hidden.square().mean()
+
+    def step(self, *args, **kwargs):
+        for block in self.blocks:
+            block.inner.mean, block.inner.total = torch.zeros(WIDTH), torch.zeros(WIDTH)
+        return super().step(*args, **kwargs)
+
+    def means(self):
+        return [torch.cat([block.inner.mean, block.inner.total]) for block in self.blocks]
+
+
+def recomputable(trace):
+    return {module.record.key.name for module in modules_of(trace)}
+
+
+@pytest.mark.parametrize("kept", ["in place", "replaced", "attribute"])
+def test_neither_it_nor_what_is_around_it_runs_again(sim, kept):
+    model, manager = Averaged(kept), new_manager(sim)
+    assert recomputable(model.step(manager, record=True).trace) == {"mlp", "mlp.act"}
+
+
+def test_one_that_changes_nothing_does(sim):
+    model, manager = Averaged("not"), new_manager(sim)
+    assert recomputable(model.step(manager, record=True).trace) == {"mlp", "mlp.act", "norm", "layer"}
+
+
+def test_where_it_is_left_out_what_is_around_it_runs_again(sim):
+    model, manager = Averaged("in place"), new_manager(sim)
+    model.once = True
+    assert recomputable(model.step(manager, record=True).trace) == {"mlp", "mlp.act", "layer"}
+
+
+@pytest.mark.parametrize("kept, once", [
+    ("in place", False), ("in place", True), ("replaced", False), ("attribute", False), ("not", False),
+])  # fmt: skip
+def test_it_is_as_it_would_be(sim, kept, once):
+    """All is recomputed that may be."""
+    model, manager, verbs = Averaged(kept), new_manager(sim), (KEEP, RECOMPUTE)
+    model.once = once
+    plain = model.step(None)
+    means = model.means()
+    trace = model.step(manager, record=True).trace
+    plan = solve(trace, floor(trace, verbs).reachable_bytes, verbs)
+    outcome = model.step(manager, plan)
+    assert outcome.stats.recomputed_calls == len(plan.recomputes) > 0
+    assert_same(outcome, plain)
+    assert all(torch.equal(found, expected) for found, expected in zip(model.means(), means, strict=True))
+
+
+def test_others_that_changed_it_are_not_excused():
+    """Accepted are the changes of the part that is left out, and no others."""
+    outer, inner = torch.nn.Sequential(torch.nn.BatchNorm1d(2)), torch.nn.BatchNorm1d(2)
+    outer.append(inner)
+    seen, of_inner = ModuleState([outer, 3, None]), ModuleState([inner])
+    inner.running_mean.add_(1)
+    assert seen.changed() == of_inner.changed() == {(inner, "running_mean")}
+    outer[0].num_batches_tracked += 1
+    seen.accept(of_inner.changed())
+    assert seen.changed() == {(outer[0], "num_batches_tracked")}
+    inner.running_mean = torch.zeros(2)
+    assert (inner, "running_mean") in seen.changed()
