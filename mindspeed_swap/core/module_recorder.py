@@ -139,10 +139,9 @@ class ModuleRecorder:
         tracked.repeats &= unchanged and not tracked.once
         tracked.repeats &= all(tensor._version == version for tensor, version in tracked.answers)
         tracked.answers.clear()
-        if changed := tracked.state.changed():
-            tracked.repeats = tracked.in_parts = False
-            for outer in self._running if tracked.once else ():
-                outer.state.accept(changed)
+        self._check_state(tracked)
+        for outer in self._running if tracked.once else ():
+            outer.state.leave_out(tracked.state)
         if self._running:
             self._running[-1].in_parts &= unchanged
         self._done.append(tracked)
@@ -164,6 +163,18 @@ class ModuleRecorder:
                 if entry is None or entry[0]() is not storage:
                     entry = self._outputs[identity] = weakref.ref(storage), []
                 entry[1].append(known)
+
+    @staticmethod
+    def _check_state(call: Tracked) -> None:
+        if call.state.changed:
+            call.repeats = call.in_parts = False
+
+    def backward_begins(self, microbatch: int, chunk: int) -> None:
+        """What its modules keep may have been changed since, by the forward of the next microbatch: then they would
+        run again from other values."""
+        for call in self._done:
+            if call.key[:2] == (microbatch, chunk):
+                self._check_state(call)
 
     def _watch(self, tensor: torch.Tensor, tracked: Tracked, is_input: bool) -> _Identity:
         identity, storage = _identity(tensor)

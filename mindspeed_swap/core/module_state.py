@@ -26,17 +26,15 @@ class ModuleState:
             if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
         }
 
-    def changed(self) -> set[tuple[torch.nn.Module, str]]:
-        """Those that were changed in place; buffers also if they were replaced."""
-        return {
-            (module, name)
+    @property
+    def changed(self) -> bool:
+        """Something was changed in place; or a buffer replaced."""
+        return any(
+            tensor._version != version or module._buffers.get(name, tensor) is not tensor
             for (module, name), (tensor, version) in self._found.items()
-            if tensor._version != version or module._buffers.get(name, tensor) is not tensor
-        }
+        )
 
-    def accept(self, changes: Iterable[tuple[torch.nn.Module, str]]) -> None:
-        """These count as they are now: made by what will not run again."""
-        for module, name in changes:
-            tensor = module._buffers.get(name, vars(module).get(name))
-            if (module, name) in self._found and tensor is not None:
-                self._found[module, name] = tensor, tensor._version
+    def leave_out(self, part: ModuleState) -> None:
+        """The state of a part that will not run again with the rest."""
+        for name in part._found:
+            self._found.pop(name, None)
