@@ -67,6 +67,7 @@ class Trainer:
 
     def __init__(self, folder: Path, data: str) -> None:
         self._folder, self._data = folder, data
+        python()  # before threads ask for it: each would start one
         self._plain: dict[tuple[str, str], Run] = {}
         self._floors: dict[tuple[str, str], list[int]] = {}
         self._swapped: dict[tuple[str, str, str], Run] = {}

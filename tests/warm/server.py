@@ -1,7 +1,8 @@
 """Runs Python programs in processes that have torch imported already: each is forked from this one.
 
 Most of the start of a Megatron process is the import of torch and of what torch brings. Nothing of Megatron
-and nothing of ours is imported here: a program meets both as in a new interpreter.
+and nothing of ours is imported here: a program meets both as in a new interpreter. Of torch, bf16 products are not as
+there: see products.py.
 """
 from __future__ import annotations
 
@@ -151,6 +152,7 @@ def main(socket_path: str, path: list[str]) -> None:
     """``path``: ``sys.path`` of an interpreter that was given no program."""
     for name in PRELOADED:
         importlib.import_module(name)
+    importlib.import_module("products").install()
     gc.freeze()  # or every process would copy all of this memory, when it looks for garbage
     asked, streams = Server(socket_path).next_program()
     run(asked, become(asked, streams, path))
