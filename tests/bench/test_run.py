@@ -12,6 +12,7 @@ import table
 import training
 from competitors import torchtune_offload
 from planted import plain, record, write
+from warm_python import python
 
 from mindspeed_swap.core.trace import StepTrace
 
@@ -29,7 +30,8 @@ def call(folder, *more):
                      "--references", "plain", *more])  # fmt: skip
 
 
-def test_runs_once_each(folder, capfd):
+def test_runs_once_each(folder, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())
     assert call(folder, "--minutes", "8", "--part", "one", "--ahead", "--known", str(folder / "none"),
                 "--traces", str(folder / "traces")) == 0  # fmt: skip
     data = json.loads((folder / "sim-A-one.json").read_text())
