@@ -5,8 +5,11 @@ import sys
 
 import pytest
 
-# Searches for plans: traced line by line they take three to four times as long, which is minutes.
-NOT_TRACED = ("test_golden_plans.py", "test_planner_cost.py", "test_solve.py", "test_solve_oracles.py")
+# Searches for plans, files and tests: traced line by line they take three to four times as long, which is minutes.
+NOT_TRACED = {
+    "test_golden_plans.py", "test_planner_cost.py", "test_solve.py", "test_solve_oracles.py",
+    "test_as_the_planner_decides",
+}  # fmt: skip
 
 
 def pytest_addoption(parser):
@@ -44,7 +47,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_call(item):
     """Coverage is that of the core by its own tests. (pytest-cov's mark no_cover does nothing in xdist's workers.)"""
     tracer = sys.gettrace()
-    if type(tracer).__module__ != "coverage" or (item.path.parent.name == "core" and item.path.name not in NOT_TRACED):
+    names = {item.path.name, getattr(item, "originalname", None)}
+    if type(tracer).__module__ != "coverage" or (item.path.parent.name == "core" and not names & NOT_TRACED):
         return (yield)
     sys.settrace(None)
     try:
