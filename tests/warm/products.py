@@ -18,7 +18,9 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def install() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    has_instructions = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    # An older torch does not give its kernels out, a build without oneDNN does not say: then it takes its time.
+    if hasattr(torch.library, "get_kernel") and has_instructions is not None and not has_instructions():
         for name in NAMES:
             kernel = _through_fp32(torch.library.get_kernel(f"aten::{name}", BELOW_AUTOGRAD))
             LIBRARY.impl(name, kernel, BELOW_AUTOGRAD, with_keyset=True, allow_override=True)
