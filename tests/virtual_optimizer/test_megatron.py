@@ -8,6 +8,7 @@ import time
 
 import pytest
 from megatron_runs import TIMEOUT_SECONDS, command, environment, pretrain, trained
+from warm_python import python
 
 pytest.importorskip("megatron.training")
 
@@ -79,7 +80,7 @@ def test_killed_while_it_saves(plain, folder, moment):
     save = ("--save", str(saved), "--save-interval", "1")
     (folder / f"first-{name}").mkdir()
     process = subprocess.Popen(
-        command(folder / f"first-{name}", *flags, *save), env=environment(), stdout=subprocess.DEVNULL,
+        command(folder / f"first-{name}", *flags, *save), env=environment(python()), stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
