@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -72,8 +73,9 @@ class RandomState:
             self.set(now)
 
 
-class _Enough(Exception):
-    """Ends a forward of which nothing more is wanted."""
+class _Enough(BaseException):
+    """Ends a forward of which nothing more is wanted. No Exception: a forward that falls back on something else when a
+    module fails must not do so now."""
 
 
 @contextmanager
@@ -88,6 +90,14 @@ def may_stop(args: Sequence[Any]) -> Iterator[None]:
                 del vars(module)[name]
             vars(module).update(before)
         raise
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A tensor among the arguments of a call."""
+
+    packed: Packed
+    needs_gradient: bool
 
 
 class Call:
@@ -116,6 +126,7 @@ class Call:
         self._leaves = self._held(leaves)
         self._function = function
         self._random, self._random_state = random, random.get()
+        self._has_grad = torch.is_grad_enabled()  # a frozen part has not, and may do what autograd does not allow
         self._autocast = _autocast({"cpu", *(x.device.type for x in leaves if isinstance(x, torch.Tensor))})
         self._saves = self._entries = 0
         self._inside: list[tuple[int, list[Identity]]] = []  # modules that run inside: number, what they were given
@@ -125,10 +136,12 @@ class Call:
         self.lock = threading.RLock()  # two threads of autograd may want the same call
 
     def _held(self, leaves: list[Any]) -> list[Any]:
-        return [
-            (self._hold(x), x.requires_grad) if isinstance(x, torch.Tensor) and not x.is_inference() else x
-            for x in leaves
-        ]
+        """One that is there twice is one: attention asks whether its query is its key."""
+        found: dict[int, _Held] = {}
+        for x in leaves:
+            if isinstance(x, torch.Tensor) and not x.is_inference() and id(x) not in found:
+                found[id(x)] = _Held(self._hold(x), x.requires_grad)
+        return [found.get(id(x), x) for x in leaves]
 
     def next_save(self) -> int:
         self._saves += 1
@@ -189,16 +202,14 @@ class Call:
         function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
 
         def free(leaves: list[Any]) -> list[Any]:
-            found = []
+            made: dict[int, torch.Tensor] = {}
             for leaf in leaves:
-                if isinstance(leaf, tuple):
-                    packed, needs_gradient = leaf
-                    tensor = unpack(packed)
+                if isinstance(leaf, _Held) and id(leaf) not in made:
+                    tensor = unpack(leaf.packed)
                     if not isinstance(tensor, torch.nn.Parameter):
-                        tensor = tensor.detach().requires_grad_(needs_gradient)
-                    leaf = tensor
-                found.append(leaf)
-            return found
+                        tensor = tensor.detach().requires_grad_(leaf.needs_gradient)
+                    made[id(leaf)] = tensor
+            return [made.get(id(leaf), leaf) for leaf in leaves]
 
         args, kwargs = tree_unflatten(free(self._leaves), self._spec)
 
@@ -233,7 +244,8 @@ class Call:
             return (tree_unflatten(free(held), spec),)
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
-        with self._random.restored(self._random_state), self._autocast(), torch.enable_grad(), hooks, watch(enter):
+        grad = torch.set_grad_enabled(self._has_grad)
+        with self._random.restored(self._random_state), self._autocast(), grad, hooks, watch(enter):
             try:
                 with may_stop(args):
                     outputs = tensors(self._function(*args, **kwargs))

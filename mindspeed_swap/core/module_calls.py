@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
-from mindspeed_swap.core.module_state import ModuleState
+from mindspeed_swap.core.module_state import ModuleState, modules_in
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State
+from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State, can_be_emptied, counter_of
 from mindspeed_swap.core.spans import span
 from mindspeed_swap.core.trace import POINTWISE, ModuleKey, plain_name, pointwise_of
 
@@ -79,7 +79,8 @@ class ModuleCalls:
             versions = [(tensor, tensor._version) for tensor in tensors((args, kwargs))]
             inputs = [tensor for tensor, _ in versions if not refuses(tensor)]
             known = [(tensor, self._manager.live.find(tensor)) for tensor in inputs]
-            tracked = recorder.enter(key, known, ModuleState(args), once)
+            state = ModuleState(modules_in(function, (args, kwargs)))
+            tracked = recorder.enter(key, known, state, once)
             recorder.took_since(start)
         try:
             result = self._run_within(self._call, key, function, args, kwargs, keeps_outputs, once)
@@ -94,6 +95,7 @@ class ModuleCalls:
             unchanged = all(tensor._version == version for tensor, version in versions)
             gave = tensors(result)
             made = [] if keeps_outputs else [(x, self._manager.live.find(x)) for x in gave if not refuses(x)]
+            tracked.given_at = [(counter_of(tensor), version) for tensor, version in versions if can_be_emptied(tensor)]
             recorder.exit(tracked, made, unchanged=unchanged, gave=gave)
             recorder.took_since(start)
         return result

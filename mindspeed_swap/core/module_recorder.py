@@ -43,10 +43,19 @@ class Tracked:
     left_out: list[Tracked] = field(default_factory=list)  # of these, all that must not run again with it
     answers: list[tuple[torch.Tensor, int]] = field(default_factory=list)  # what those gave, and its version
     keeps: list[SavedRecord] = field(default_factory=list)
+    # When it was over: what it was given, without its bytes, and its version.
+    given_at: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     # Of its pointwise part, see Note [Pointwise] in again.py.
     inside: list[Tracked] = field(default_factory=list)  # modules called by this one
     outputs: list[list[SavedRecord]] = field(default_factory=list)  # for each: its save, or nothing if there is none
     own: list[tuple[SavedRecord, int]] = field(default_factory=list)  # saves, as ``frees``
+
+    def read(self) -> None:
+        """Backward reads something that was saved in it, for which it would run again now: from what it was given, with
+        what its modules keep. Both may have been changed since, by the forward of the next microbatch too."""
+        if self.repeats and self.end >= 0:
+            as_then = all(tensor._version == version for tensor, version in self.given_at)
+            self.repeats = as_then and not self.state.changed
 
     def keep(self, record: SavedRecord) -> None:
         """It is needed to run the call again, so the call does not free it."""
@@ -82,6 +91,8 @@ class ModuleRecorder:
 
     def __init__(self) -> None:
         self._running: list[Tracked] = []
+        # By the id of a save: the calls that could run again for it.
+        self._readers: dict[int, list[Tracked]] = {}
         self._done: list[Tracked] = []
         self._outputs: dict[_Identity, tuple[weakref.ref[torch.UntypedStorage], list[list[SavedRecord]]]] = {}
         # Inputs and outputs of calls, to be known when somebody saves them: whose, and whether it is an input.
@@ -139,9 +150,11 @@ class ModuleRecorder:
         tracked.repeats &= unchanged and not tracked.once
         tracked.repeats &= all(tensor._version == version for tensor, version in tracked.answers)
         tracked.answers.clear()
-        self._check_state(tracked)
+        if tracked.state.changed:
+            tracked.repeats = tracked.in_parts = False
         for outer in self._running if tracked.once else ():
             outer.state.leave_out(tracked.state)
+        tracked.state.is_over()
         if self._running:
             self._running[-1].in_parts &= unchanged
         self._done.append(tracked)
@@ -164,17 +177,15 @@ class ModuleRecorder:
                     entry = self._outputs[identity] = weakref.ref(storage), []
                 entry[1].append(known)
 
-    @staticmethod
-    def _check_state(call: Tracked) -> None:
-        if call.state.changed:
-            call.repeats = call.in_parts = False
+    def read(self, record: SavedRecord) -> None:
+        """For the first time."""
+        for tracked in self._readers.pop(id(record), ()):
+            tracked.read()
 
-    def backward_begins(self, microbatch: int, chunk: int) -> None:
-        """What its modules keep may have been changed since, by the forward of the next microbatch: then they would
-        run again from other values."""
-        for call in self._done:
-            if call.key[:2] == (microbatch, chunk):
-                self._check_state(call)
+    def backward_runs(self) -> None:
+        """Inside the calls that run: it would go into the graph of one that runs again, of which nothing is kept."""
+        for tracked in self._running:
+            tracked.repeats = tracked.in_parts = False
 
     def _watch(self, tensor: torch.Tensor, tracked: Tracked, is_input: bool) -> _Identity:
         identity, storage = _identity(tensor)
@@ -200,10 +211,12 @@ class ModuleRecorder:
             made_by = {id(tracked): tracked for tracked, is_input in watchers if not is_input}  # once, however often
             for tracked in made_by.values():
                 if id(tracked) not in inputs_of:
+                    self._readers.setdefault(id(record), []).append(tracked)
                     tracked.frees.append((record, tracked.end))
         once = called = None  # of what runs inside the call, the outermost that is left out; and the next
         for tracked in reversed(self._running):
             if id(tracked) not in inputs_of:
+                self._readers.setdefault(id(record), []).append(tracked)
                 self._saved_inside(tracked, saved, record, once, called)
             once, called = tracked if tracked.once else once, tracked
 

@@ -1,40 +1,111 @@
 """What modules keep from one call to the next in tensors. A call that changes them must not run twice: a running mean
-would move twice, and that changes the result."""
+would move twice, and that changes the result. Nor one that would find them changed: it would make other things."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+_Place = tuple[torch.nn.Module, str]
+_HOLDS_TENSORS = ("_buffers", "_parameters")
+
+
+def modules_in(function: Callable[..., Any], arguments: object) -> Iterator[torch.nn.Module]:
+    """That a call is given, or that its function belongs to or brings along."""
+    while isinstance(function, functools.partial):
+        arguments, function = (arguments, function.args, function.keywords), function.func
+    owner = getattr(function, "__self__", None)
+    brought = _contents(getattr(function, "__closure__", None) or ())
+    for leaf in (owner, *brought, *tree_leaves(arguments)):
+        if isinstance(leaf, torch.nn.Module):
+            yield leaf
+
+
+def _contents(cells: Iterable[Any]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+
+
+def _buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """Those of a ScriptModule are in C++, and in no dict."""
+    found: Any = module._buffers
+    return found if isinstance(found, dict) else dict(found.items())
 
 
 class ModuleState:
-    """Buffers, and tensors that are attributes, of modules and of all modules inside, as they were.
+    """Parameters, buffers, and tensors that are attributes or in a dict or list that is one, of modules and of all
+    modules inside, as they were.
 
-    What is not seen: numbers that are no tensors, and an attribute (not a buffer) that another tensor takes the place
-    of, as of the last input: most of these are no state.
+    What is not seen: numbers that are no tensors, ``data`` (its version is another one), and an attribute (not a
+    buffer) that the call itself puts another tensor in the place of, as of the last input: most of these are no state.
     """
 
     def __init__(self, modules: Iterable[object]) -> None:
         """Of what is no module, nothing."""
-        self._found = {
-            (module, name): (tensor, tensor._version)
-            for outer in modules
-            if isinstance(outer, torch.nn.Module)
-            for module in outer.modules()
-            for tensors in (module._buffers, vars(module))
-            for name, tensor in tensors.items()
-            if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
-        }
+        self._found: dict[_Place, tuple[torch.Tensor | None, int]] = {}
+        # Of a call that is over: attributes, which are not held for this.
+        self._attributes: list[tuple[_Place, weakref.ref[torch.Tensor], int]] = []
+        for outer in modules:
+            for module in outer.modules() if isinstance(outer, torch.nn.Module) else ():
+                self._look_at(module)
+
+    def _look_at(self, module: torch.nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, tensor in _buffers_of(module).items():
+                self._add(module, name, tensor)
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                self._add(module, name, value)
+            elif not isinstance(value, (dict, list, tuple)) or not value or name == "_modules":
+                continue
+            elif name in _HOLDS_TENSORS:
+                assert isinstance(value, Mapping)
+                for inner, tensor in value.items():
+                    self._add(module, inner, tensor)
+            else:
+                for inner, tensor in value.items() if isinstance(value, Mapping) else enumerate(value):
+                    if isinstance(tensor, torch.Tensor):
+                        self._add(module, f"{name}.{inner}", tensor)
+
+    def _add(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        if tensor is None:
+            self._found[module, name] = None, 0
+        elif not is_lazy(tensor) and not tensor.is_inference():
+            self._found[module, name] = tensor, tensor._version
 
     @property
     def changed(self) -> bool:
-        """Something was changed in place; or a buffer replaced."""
+        """Something was changed in place; or a buffer replaced, or an attribute once the call was over."""
+        for (module, name), ref, version in self._attributes:
+            tensor = ref()
+            if tensor is None or vars(module).get(name) is not tensor or tensor._version != version:
+                return True
         return any(
-            tensor._version != version or module._buffers.get(name, tensor) is not tensor
+            (tensor is not None and tensor._version != version) or _buffers_of(module).get(name, tensor) is not tensor
             for (module, name), (tensor, version) in self._found.items()
         )
 
     def leave_out(self, part: ModuleState) -> None:
         """The state of a part that will not run again with the rest."""
-        for name in part._found:
-            self._found.pop(name, None)
+        for place in part._found:
+            self._found.pop(place, None)
+
+    def is_over(self) -> None:
+        """The call is: what it has put something else in the place of was no argument of it. Nor are parameters looked
+        at any longer, which an optimizer changes. From now on only buffers are held: what modules remember of their
+        last input may have a graph."""
+        found, self._found = self._found, {}
+        for place, (tensor, version) in found.items():
+            module, name = place
+            if name in _buffers_of(module):
+                self._found[place] = tensor, version
+            elif tensor is not None and vars(module).get(name) is tensor:
+                self._attributes.append((place, weakref.ref(tensor), version))

@@ -85,7 +85,6 @@ class Recorder:
         self._again_peak = 0  # of running modules again, since the last point
         self._before_again: Interval | None = None  # what had been measured of that interval before
         self.modules = ModuleRecorder()
-        self._in_backward: set[tuple[int, ...]] = set()  # microbatches and chunks
         self.trace = trace
         self.host_ms = 0.0  # that recording has taken
         accelerator.take_interval()
@@ -188,12 +187,10 @@ class Recorder:
 
     def read(self, saved: SavedTensor) -> None:
         """Read in backward, at the point just closed."""
-        if (forward := saved.key[:2]) not in self._in_backward:
-            self._in_backward.add(forward)
-            self.modules.backward_begins(*forward)
         record = self._records.get(saved.serial)
         if record is not None and record.first_read is None:
             record.first_read = self._next - 1
+            self.modules.read(record)
 
     def left(self, saved: SavedTensor) -> None:
         """Device memory given up: released at a point, or evicted inside an interval."""

@@ -74,6 +74,19 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return empty
 
 
+def can_be_emptied(tensor: torch.Tensor) -> bool:
+    """An alias of it can be: it is no subclass, and nothing special."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta")
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias without its bytes: it tells the version. See Note [The alias keeps the version counter]."""
+    alias = tensor.detach()
+    alias.data = _nothing(tensor.dtype, tensor.device)
+    return alias
+
+
 class SavedTensor:
     """One storage at one version. Every view of it that autograd saves shares this object (and its one copy)."""
 

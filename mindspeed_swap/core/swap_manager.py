@@ -235,6 +235,8 @@ class SwapManager:
             self._mover.offload(saved)
 
     def unpack(self, packed: Handle | Passed) -> torch.Tensor:
+        if self.scope is not None and (recorder := self._mover.recorder) is not None:
+            recorder.modules.backward_runs()
         if isinstance(packed, Passed):
             return self.loose.unpack(packed)
         first = not packed.read
