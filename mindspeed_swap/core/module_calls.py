@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
-from mindspeed_swap.core.module_state import ModuleState, modules_in
+from mindspeed_swap.core.module_state import ModuleState, keepers_in
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State, can_be_emptied, counter_of
 from mindspeed_swap.core.spans import span
@@ -79,7 +79,7 @@ class ModuleCalls:
             versions = [(tensor, tensor._version) for tensor in tensors((args, kwargs))]
             inputs = [tensor for tensor, _ in versions if not refuses(tensor)]
             known = [(tensor, self._manager.live.find(tensor)) for tensor in inputs]
-            state = ModuleState(modules_in(function, (args, kwargs)))
+            state = ModuleState(keepers_in(function, (args, kwargs)))
             tracked = recorder.enter(key, known, state, once)
             recorder.took_since(start)
         try:

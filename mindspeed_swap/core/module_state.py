@@ -15,14 +15,14 @@ _Place = tuple[torch.nn.Module, str]
 _HOLDS_TENSORS = ("_buffers", "_parameters")
 
 
-def modules_in(function: Callable[..., Any], arguments: object) -> Iterator[torch.nn.Module]:
-    """That a call is given, or that its function belongs to or brings along."""
+def keepers_in(function: Callable[..., Any], arguments: object) -> Iterator[torch.nn.Module | torch.Generator]:
+    """Of state, that a call is given, or that its function belongs to or brings along."""
     while isinstance(function, functools.partial):
         arguments, function = (arguments, function.args, function.keywords), function.func
     owner = getattr(function, "__self__", None)
     brought = _contents(getattr(function, "__closure__", None) or ())
     for leaf in (owner, *brought, *tree_leaves(arguments)):
-        if isinstance(leaf, torch.nn.Module):
+        if isinstance(leaf, (torch.nn.Module, torch.Generator)):
             yield leaf
 
 
@@ -41,19 +41,23 @@ def _buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 class ModuleState:
-    """Parameters, buffers, and tensors that are attributes or in a dict or list that is one, of modules and of all
-    modules inside, as they were.
+    """Parameters, buffers, and tensors that are attributes or in a dict or list that is one, also numbers and
+    generators that are attributes, of modules and of all modules inside, as they were.
 
-    What is not seen: numbers that are no tensors, ``data`` (its version is another one), and an attribute (not a
+    What is not seen: ``data`` (its version is another one), and an attribute (not a
     buffer) that the call itself puts another tensor in the place of, as of the last input: most of these are no state.
     """
 
-    def __init__(self, modules: Iterable[object]) -> None:
-        """Of what is no module, nothing."""
+    def __init__(self, keepers: Iterable[object]) -> None:
+        """Of what is neither a module nor a generator, nothing."""
+        self._numbers: dict[_Place, float] = {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._found: dict[_Place, tuple[torch.Tensor | None, int]] = {}
         # Of a call that is over: attributes, which are not held for this.
         self._attributes: list[tuple[_Place, weakref.ref[torch.Tensor], int]] = []
-        for outer in modules:
+        for outer in keepers:
+            if isinstance(outer, torch.Generator):
+                self._generators[outer] = outer.get_state()
             for module in outer.modules() if isinstance(outer, torch.nn.Module) else ():
                 self._look_at(module)
 
@@ -64,6 +68,10 @@ class ModuleState:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 self._add(module, name, value)
+            elif type(value) in (int, float):  # not a flag: many of these are only ever set, to what they are already
+                self._numbers[module, name] = value
+            elif isinstance(value, torch.Generator):
+                self._generators[value] = value.get_state()
             elif not isinstance(value, (dict, list, tuple)) or not value or name == "_modules":
                 continue
             elif name in _HOLDS_TENSORS:
@@ -83,11 +91,15 @@ class ModuleState:
 
     @property
     def changed(self) -> bool:
-        """Something was changed in place; or a buffer replaced, or an attribute once the call was over."""
+        """Something was changed in place, drawn or counted; a buffer was replaced, or an attribute after the call."""
         for (module, name), ref, version in self._attributes:
             tensor = ref()
             if tensor is None or vars(module).get(name) is not tensor or tensor._version != version:
                 return True
+        if any(vars(module).get(name) != number for (module, name), number in self._numbers.items()):
+            return True
+        if not all(torch.equal(generator.get_state(), state) for generator, state in self._generators.items()):
+            return True
         return any(
             (tensor is not None and tensor._version != version) or _buffers_of(module).get(name, tensor) is not tensor
             for (module, name), (tensor, version) in self._found.items()
@@ -97,12 +109,17 @@ class ModuleState:
         """The state of a part that will not run again with the rest."""
         for place in part._found:
             self._found.pop(place, None)
+        for place in part._numbers:
+            self._numbers.pop(place, None)
+        for generator in part._generators:
+            self._generators.pop(generator, None)
 
     def is_over(self) -> None:
         """The call is: what it has put something else in the place of was no argument of it. Nor are parameters looked
         at any longer, which an optimizer changes. From now on only buffers are held: what modules remember of their
         last input may have a graph."""
         found, self._found = self._found, {}
+        self._generators.clear()  # the calls after it draw from them too; and one that draws does not run again
         for place, (tensor, version) in found.items():
             module, name = place
             if name in _buffers_of(module):

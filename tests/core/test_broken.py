@@ -148,6 +148,8 @@ class Mod(torch.nn.Module):
         self.register_buffer("later", None)
         self.box = {"mean": torch.zeros(N)}
         self.list = [torch.zeros(N)]
+        self.count = 0
+        self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, hidden):
         now = hidden.detach().mean(0)
@@ -157,16 +159,20 @@ class Mod(torch.nn.Module):
             self.box["mean"].lerp_(now, 0.1)
         elif self.how == "list":
             self.list[0].lerp_(now, 0.1)
+        elif self.how == "number":
+            self.count += 1
+        elif self.how == "generator":
+            hidden = hidden * torch.rand(N, generator=self.generator)
         elif self.how == "none buffer":
             self.later = now if self.later is None else self.later + now
         return (hidden * 2.0 - now).tanh().square()
 
     def state(self):
         later = torch.zeros(N) if self.later is None else self.later
-        return [self.par.detach(), self.box["mean"], self.list[0], later]
+        return [self.par.detach(), self.box["mean"], self.list[0], later, self.count, self.generator.get_state()]
 
 
-@pytest.mark.parametrize("kind", ["parameter", "dict", "list", "none buffer"])
+@pytest.mark.parametrize("kind", ["parameter", "dict", "list", "none buffer", "number", "generator"])
 def test_state(sim, kind):
     class M(Step):
         def reset(self):
@@ -365,6 +371,20 @@ def test_input_view_base_changed(sim):
             made = self.call("m", lambda x: gelu(x + 1.0), both[:T])
             both[T:] += 1.0
             return (made + both[T:]) @ self.up
+
+    check(M(), sim, "m")
+
+
+def test_generator_argument(sim):
+    class M(Step):
+        def reset(self):
+            self.gen = torch.Generator().manual_seed(5)
+
+        def state(self):
+            return [self.gen.get_state()]
+
+        def body(self, hidden):
+            return self.call("m", lambda x, gen: gelu(x * torch.rand(N, generator=gen)).sin(), hidden, self.gen)
 
     check(M(), sim, "m")
 
