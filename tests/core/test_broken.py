@@ -1,6 +1,7 @@
 """Programs of which a step under a plan from a recorded step must be as it is without one."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 from contextlib import nullcontext
@@ -403,3 +404,69 @@ def test_scripted_batch_norm(sim):
     check(M(), sim, "m")
 
 
+@pytest.mark.xfail(strict=True)
+def test_dataclass_changed(sim):
+    @dataclasses.dataclass
+    class Box:
+        x: torch.Tensor
+
+    class M(Step):
+        def body(self, hidden):
+            box = Box(hidden * 1.0)
+
+            def m(box):
+                made = gelu(box.x + 1.0)
+                box.x += 2.0
+                return made
+
+            return self.call("m", m, box) @ self.up
+
+    check(M(), sim, "m")
+
+
+@pytest.mark.xfail(strict=True)
+def test_tensor_attributes(sim):
+    class M(Step):
+        def body(self, hidden):
+            hidden.scale = 3.0
+            return self.call("m", lambda x: gelu(x * x.scale).sin(), hidden)
+
+    check(M(), sim, "m")
+
+
+@pytest.mark.xfail(strict=True)
+@pytest.mark.parametrize("kind", ["attribute", "dict", "data", "object"])
+def test_state_that_is_not_seen(sim, kind):
+    class Unseen(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(N))
+            self.box, self.total, self.kept = {"mean": torch.zeros(N)}, torch.zeros(N), Kept()
+
+        def forward(self, hidden):
+            now = hidden.detach().mean(0)
+            if kind == "attribute":
+                self.total = self.total + now
+            elif kind == "dict":
+                self.box["mean"] = self.box["mean"] + now
+            elif kind == "data":
+                self.mean.data.lerp_(now, 0.1)
+            else:
+                self.kept.mean.lerp_(now, 0.1)
+            return (hidden * 2.0 - now).tanh().square()
+
+    class Kept:
+        def __init__(self):
+            self.mean = torch.zeros(N)
+
+    class M(Step):
+        def reset(self):
+            self.mod = Unseen()
+
+        def state(self):
+            return [self.mod.total, self.mod.box["mean"], self.mod.mean, self.mod.kept.mean]
+
+        def body(self, hidden):
+            return self.call("m", Unseen.forward, self.mod, hidden) @ self.up
+
+    check(M(), sim, "m")
