@@ -92,12 +92,13 @@ def may_stop(args: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Held:
     """A tensor among the arguments of a call."""
 
     packed: Packed
     needs_gradient: bool
+    attributes: dict[str, Any]  # that its users have given it
 
 
 class Call:
@@ -140,7 +141,7 @@ class Call:
         found: dict[int, _Held] = {}
         for x in leaves:
             if isinstance(x, torch.Tensor) and not x.is_inference() and id(x) not in found:
-                found[id(x)] = _Held(self._hold(x), x.requires_grad)
+                found[id(x)] = _Held(self._hold(x), x.requires_grad, dict(vars(x)))
         return [found.get(id(x), x) for x in leaves]
 
     def next_save(self) -> int:
@@ -208,6 +209,7 @@ class Call:
                     tensor = unpack(leaf.packed)
                     if not isinstance(tensor, torch.nn.Parameter):
                         tensor = tensor.detach().requires_grad_(leaf.needs_gradient)
+                        vars(tensor).update(leaf.attributes)
                     made[id(leaf)] = tensor
             return [made.get(id(leaf), leaf) for leaf in leaves]
 

@@ -41,11 +41,12 @@ def _buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 class ModuleState:
-    """Parameters, buffers, and tensors that are attributes or in a dict or list that is one, also numbers and
-    generators that are attributes, of modules and of all modules inside, as they were.
+    """Of modules, and of all modules inside: parameters, buffers, and attributes that are tensors, dicts or lists of
+    tensors, numbers or generators; as they were.
 
-    What is not seen: ``data`` (its version is another one), and an attribute (not a
-    buffer) that the call itself puts another tensor in the place of, as of the last input: most of these are no state.
+    What is not seen: what is changed through ``data`` (its version is another one), what other objects hold, and an
+    attribute, not a buffer, that the call itself puts another tensor in the place of, as of the last input: most of
+    these are no state.
     """
 
     def __init__(self, keepers: Iterable[object]) -> None:
@@ -93,8 +94,8 @@ class ModuleState:
     def changed(self) -> bool:
         """Something was changed in place, drawn or counted; a buffer was replaced, or an attribute after the call."""
         for (module, name), ref, version in self._attributes:
-            tensor = ref()
-            if tensor is None or vars(module).get(name) is not tensor or tensor._version != version:
+            there = ref()
+            if there is None or there._version != version or vars(module).get(name) is not there:
                 return True
         if any(vars(module).get(name) != number for (module, name), number in self._numbers.items()):
             return True
@@ -124,5 +125,5 @@ class ModuleState:
             module, name = place
             if name in _buffers_of(module):
                 self._found[place] = tensor, version
-            elif tensor is not None and vars(module).get(name) is tensor:
+            elif vars(module).get(name) is tensor and tensor is not None:
                 self._attributes.append((place, weakref.ref(tensor), version))

@@ -167,10 +167,9 @@ class SwapManager:
         scope = self.scope
         if scope is None:
             return Passed(tensor)
-        ordinal = scope.next_ordinal()
         number = self.calls.next_save()
         self._mover.stats.saves += 1
-        key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, ordinal))
+        key: Key = new(Key, (scope.microbatch, scope.chunk, scope.layer, scope.next_ordinal()))
         if self._is_light and key not in self._agenda.saves and (passed := self.loose.pack(tensor, key, number)):
             return passed
         storage, anchor = self.movable.storage_of(tensor), key if key in self._agenda.anchors else None
@@ -239,8 +238,7 @@ class SwapManager:
             recorder.modules.backward_runs()
         if isinstance(packed, Passed):
             return self.loose.unpack(packed)
-        first = not packed.read
-        packed.read = True
+        first, packed.read = not packed.read, True
         position: Position | None = new(Position, (BACKWARD, *packed.key)) if first and self._has_points else None
         self._close(position)
         view = self._read(packed, first)
