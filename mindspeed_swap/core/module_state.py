@@ -40,6 +40,18 @@ def _buffers_of(module: torch.nn.Module) -> Mapping[str, torch.Tensor | None]:
     return found if isinstance(found, dict) else dict(found.items())
 
 
+class _Kinds(dict[type, Any]):
+    """What attributes of a type are, as far as they may be state. Flags are not: they are set to what they are."""
+
+    def __missing__(self, of: type) -> type | None:
+        kinds = (torch.Tensor, torch.Generator, dict, list, tuple)
+        self[of] = float if of in (int, float) else next((kind for kind in kinds if issubclass(of, kind)), None)
+        return self[of]
+
+
+_KINDS = _Kinds()
+
+
 class ModuleState:
     """Of modules, and of all modules inside: parameters, buffers, and attributes that are tensors, dicts or lists of
     tensors, numbers or generators; as they were.
@@ -67,22 +79,24 @@ class ModuleState:
             for name, tensor in _buffers_of(module).items():
                 self._add(module, name, tensor)
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                self._add(module, name, value)
-            elif type(value) in (int, float):  # not a flag: many of these are only ever set, to what they are already
-                self._numbers[module, name] = value
-            elif isinstance(value, torch.Generator):
-                self._generators[value] = value.get_state()
-            elif not isinstance(value, (dict, list, tuple)) or not value or name == "_modules":
+            kind = _KINDS[type(value)]
+            if kind is None:  # most of them
                 continue
-            elif name in _HOLDS_TENSORS:
-                assert isinstance(value, Mapping)
-                for inner, tensor in value.items():
-                    self._add(module, inner, tensor)
-            else:
-                for inner, tensor in value.items() if isinstance(value, Mapping) else enumerate(value):
-                    if isinstance(tensor, torch.Tensor):
-                        self._add(module, f"{name}.{inner}", tensor)
+            if kind is float:
+                self._numbers[module, name] = value
+            elif kind is torch.Tensor:
+                self._add(module, name, value)
+            elif kind is torch.Generator:
+                self._generators[value] = value.get_state()
+            elif value and name != "_modules":
+                self._look_into(module, name, value)
+
+    def _look_into(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        for inner, tensor in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if name in _HOLDS_TENSORS:
+                self._add(module, str(inner), tensor)
+            elif isinstance(tensor, torch.Tensor):
+                self._add(module, f"{name}.{inner}", tensor)
 
     def _add(self, module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
         if tensor is None:
@@ -117,9 +131,10 @@ class ModuleState:
 
     def is_over(self) -> None:
         """The call is: what it has put something else in the place of was no argument of it. Nor are parameters looked
-        at any longer, which an optimizer changes. From now on only buffers are held: what modules remember of their
-        last input may have a graph."""
+        at any longer, which an optimizer changes, nor numbers: Megatron tells each layer the microbatch. From now on
+        only buffers are held: what modules remember of their last input may have a graph."""
         found, self._found = self._found, {}
+        self._numbers.clear()
         self._generators.clear()  # the calls after it draw from them too; and one that draws does not run again
         for place, (tensor, version) in found.items():
             module, name = place

@@ -190,7 +190,9 @@ class Recorder:
         record = self._records.get(saved.serial)
         if record is not None and record.first_read is None:
             record.first_read = self._next - 1
+            start = perf_counter()
             self.modules.read(record)
+            self.took_since(start)
 
     def left(self, saved: SavedTensor) -> None:
         """Device memory given up: released at a point, or evicted inside an interval."""

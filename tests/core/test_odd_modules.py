@@ -222,6 +222,23 @@ def test_reached_otherwise(sim, how):
     check(M(), sim, "m")
 
 
+def test_told_the_microbatch(sim):
+    """As Megatron tells its layers: it is no state that would keep them from running again."""
+
+    class M(Step):
+        def reset(self):
+            self.mod = torch.nn.Tanh()
+
+        def body(self, hidden):
+            self.mod.current_microbatch = getattr(self.mod, "current_microbatch", -1) + 1
+            return self.call("m", torch.nn.Tanh.forward, self.mod, hidden * 2.0) @ self.up
+
+    model, manager = M(forwards=3), new_manager(sim)
+    found = [module.record.key.microbatch for module in modules_of(model.step(manager, record=True).trace)]
+    assert found == [0, 1, 2]
+    check(model, sim, "m")
+
+
 def test_hook_after_changes_what_forward_read(sim):
     """A forward hook (outside of the call) that updates the mean which forward subtracted."""
 
