@@ -32,7 +32,7 @@ class Tracked:
     key: ModuleKey
     begin: int
     once: bool  # it must not run again: calls around it are run again without it
-    state: ModuleState  # of the module, as they were
+    state: ModuleState  # of the modules that it was given, as it began
     end: int = -1
     repeats: bool = True  # it could run again: inputs, and what is left out in it gave, are as they were
     in_parts: bool = True  # so could its pointwise part: no module inside has changed what it was given

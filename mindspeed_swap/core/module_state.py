@@ -1,5 +1,5 @@
-"""What modules keep from one call to the next in tensors. A call that changes them must not run twice: a running mean
-would move twice, and that changes the result. Nor one that would find them changed: it would make other things."""
+"""What modules keep from one call to the next. A call that changes it must not run twice: a running mean would move
+twice, and that changes the result. Nor one that would find it changed: it would make other things."""
 from __future__ import annotations
 
 import functools
@@ -61,8 +61,7 @@ class ModuleState:
     these are no state.
     """
 
-    def __init__(self, keepers: Iterable[object]) -> None:
-        """Of what is neither a module nor a generator, nothing."""
+    def __init__(self, keepers: Iterable[torch.nn.Module | torch.Generator]) -> None:
         self._numbers: dict[_Place, float] = {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
         self._found: dict[_Place, tuple[torch.Tensor | None, int]] = {}
@@ -71,7 +70,8 @@ class ModuleState:
         for outer in keepers:
             if isinstance(outer, torch.Generator):
                 self._generators[outer] = outer.get_state()
-            for module in outer.modules() if isinstance(outer, torch.nn.Module) else ():
+                continue
+            for module in outer.modules():
                 self._look_at(module)
 
     def _look_at(self, module: torch.nn.Module) -> None:

@@ -80,11 +80,15 @@ def can_be_emptied(tensor: torch.Tensor) -> bool:
     return plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta")
 
 
-def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without its bytes: it tells the version. See Note [The alias keeps the version counter]."""
-    alias = tensor.detach()
-    alias.data = _nothing(tensor.dtype, tensor.device)
+def _empty(alias: torch.Tensor) -> torch.Tensor:
+    """It gives its bytes up and keeps the version counter: see Note [The alias keeps the version counter]."""
+    alias.data = _nothing(alias.dtype, alias.device)
     return alias
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias without its bytes: it tells the version."""
+    return _empty(tensor.detach())
 
 
 class SavedTensor:
@@ -163,7 +167,7 @@ class SavedTensor:
     def drop_device(self) -> None:
         """Give the device memory up: the alias keeps the version counter and nothing else."""
         self.emptied = self.geometry
-        self.alias.data = _nothing(self.alias.dtype, self.alias.device)
+        _empty(self.alias)
 
     def new_buffer(self, accelerator: Accelerator) -> torch.Tensor:
         """To come back to. Raises torch.OutOfMemoryError."""
@@ -265,7 +269,7 @@ class Dropped(Passed):
         self.storage_ref = weakref.ref(storage)  # that it was saved from
         self.geometry = geometry_of(tensor)
         assert self.tensor is not None
-        self.tensor.data = _nothing(tensor.dtype, tensor.device)
+        _empty(self.tensor)
 
     @property
     def state(self) -> State:

@@ -59,22 +59,26 @@ def run_step(
     record: bool = False,
     read_order: dict | None = None,
     microbatches: int = 1,
+    forwards_first: bool = False,
     light: bool | None = None,
 ) -> Outcome:
-    """One training step without an optimizer. No manager: plain PyTorch."""
+    """One training step without an optimizer. No manager: plain PyTorch. ``forwards_first``: of all microbatches,
+    before the first backward, as in a pipeline."""
     for leaf in leaves:
         leaf.grad = None
     device.reset_peak()
-    losses = []
+    losses, waiting = [], []
     if manager is not None:
         how = {} if light is None else {"light": light}
         manager.begin_step(plan, trace=new_trace() if record else None, read_order=read_order, **how)
     for microbatch in range(microbatches):
         with manager.forward(microbatch) if manager is not None else nullcontext():
-            loss = body(manager.layer if manager is not None else _no_layer)
-        loss.backward()
-        losses.append(loss.detach())
-        del loss
+            waiting.append(body(manager.layer if manager is not None else _no_layer))
+        while waiting and (not forwards_first or microbatch == microbatches - 1):
+            loss = waiting.pop(0)
+            loss.backward()
+            losses.append(loss.detach())
+            del loss
     stats, trace = manager.end_step() if manager is not None else (StepStats(), None)
     peak_bytes = device.max_memory_allocated()
     with device.host_memory():  # takes no room from the next step

@@ -3,10 +3,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from swapping import assert_same, new_manager, new_trace
+from swapping import assert_same, new_manager, run_step
 from test_again import LAYERS, WIDTH, Blocks
 
-from mindspeed_swap.core.module_state import ModuleState
+from mindspeed_swap.core.module_state import ModuleState, keepers_in
 from mindspeed_swap.core.recompute import modules_of
 from mindspeed_swap.core.solve import KEEP, RECOMPUTE, floor, solve
 
@@ -127,14 +127,7 @@ def test_a_change_before_its_backward(sim):
 
     model, manager = Warming("not"), new_manager(sim)
     model.manager = manager
-    manager.begin_step(None, trace=new_trace())
-    losses = []
-    for microbatch in range(2):
-        with manager.forward(microbatch):
-            losses.append(model(manager.layer))
-    for loss in losses:
-        loss.backward()
-    trace = manager.end_step()[1]
+    trace = run_step(model, model.leaves, manager, record=True, microbatches=2, forwards_first=True).trace
     found = [{m.record.key.name for m in modules_of(trace) if m.record.key.microbatch == mb} for mb in range(2)]
     assert found == [{"mlp", "mlp.act"}, {"mlp", "mlp.act", "norm", "layer"}]
 
@@ -142,7 +135,7 @@ def test_a_change_before_its_backward(sim):
 def test_what_is_left_out_may_change():
     inner = torch.nn.BatchNorm1d(2)
     outer = torch.nn.Sequential(torch.nn.BatchNorm1d(2), inner)
-    seen, of_inner = ModuleState([outer, 3, None]), ModuleState([inner])
+    seen, of_inner = (ModuleState(keepers_in(print, given)) for given in ([outer, 3, None], [inner]))
     inner.running_mean.add_(1)
     assert seen.changed and of_inner.changed
     seen.leave_out(of_inner)
