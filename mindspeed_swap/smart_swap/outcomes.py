@@ -49,10 +49,15 @@ class Try:
         return self.trouble > 0 or self.over_bytes > 0, self.over_bytes, self.step_ms
 
     @property
+    def promised_ms(self) -> float:
+        """Of the plan; what it took, if that promised nothing."""
+        promised = self.plan.prediction
+        return promised.step_ms if promised and promised.step_ms else self.step_ms
+
+    @property
     def surprise(self) -> float:
         """By what share the step took longer than promised; below 0: shorter."""
-        promised = self.plan.prediction
-        return self.step_ms / promised.step_ms - 1 if promised and promised.step_ms else 0.0
+        return self.step_ms / self.promised_ms - 1 if self.promised_ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)

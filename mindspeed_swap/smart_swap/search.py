@@ -2,13 +2,6 @@
 
 Pure: steps come in as counters and traces, decisions go out. Out of memory in any phase is survived by eviction, so
 the worst a plan can do is to be slow.
-
-Note: [Steps before the one that is recorded]
-The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
-runs at a higher clock than it can keep up. And recording costs the host time, which now and then shows: one plan was
-recorded with 230 and with 240 ms, and ran in 233. So on a real device every recorded step but the very first follows
-one of the same plan that is not recorded, a try two, and the first that may be planned from four. The last of them is
-timed: that is how long it took, and retime.py tells the recorded one by it.
 """
 from __future__ import annotations
 
@@ -39,14 +32,12 @@ from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
+from mindspeed_swap.smart_swap.timing import Timing
 from mindspeed_swap.units import format_bytes
 
-# On a real device: before a try is recorded, and after the very first step, while kernels are chosen.
-UNRECORDED_STEPS, FIRST_STEPS = 2, 4
-# A recorded step that is so much shorter than the one before it is of a workload that still warms up (kernels are
-# chosen for shapes that experts see for the first time). So often another is waited for.
-WARMING_SHARE, MOST_WARMING = 0.05, 2
-# Steps of the same work differ by about this much.
+# In a pipeline, where all stages do alike: before the first that may be planned from.
+FIRST_STEPS = 4
+# Steps of the same work differ by about this much, at least.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
 SURPRISE_SHARE = 0.05
@@ -83,7 +74,7 @@ class SmartSwap:
     name: int = 0  # of the shape; peers with another one decide for themselves
     tell: Callable[[str], None] = tell
     host_bytes: int | None = None  # that swap may take; None: no limit
-    settles: bool = False  # see Note [Steps before the one that is recorded]
+    settles: bool = False  # see Note [Steps before the one that is recorded] in timing.py
     pipelined: bool = False  # a recorded step is longer for what other stages record, where this one waits for them
     phase: Phase = Phase.WARM_UP
     steps: int = 0
@@ -105,9 +96,7 @@ class SmartSwap:
     _bad_steps: int = 0
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
-    _unrecorded: int = 0  # so many of the next steps
-    _warming: int = 0  # steps so far that were compared with the one before them, see WARMING_SHARE
-    _timed_ms: float | None = None  # what a step of the plan took that was not recorded
+    _timing: Timing | None = None  # of the steps of the plan before the one that is recorded
     _told: str = ""
     _waited: bool = False
     _kept_try: int | None = None  # number of the try whose plan Stable runs
@@ -124,13 +113,13 @@ class SmartSwap:
 
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
-        record = self.phase is not Phase.STABLE and not self._unrecorded
+        record = self.phase is not Phase.STABLE and (self._timing is None or self._timing.over)
         return StepOrder(self.plan, record, self._read_order, host_bytes)
 
     @property
     def times(self) -> bool:
         """``after_step`` wants to know how long the step took that is not recorded."""
-        return self._unrecorded == 1
+        return self._timing is not None and self._timing.times
 
     def after_step(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None = None) -> bool:
         """Take a step in; ``step_ms`` if it ``times``. True if the phase or the plan changed. Raises NoPlan."""
@@ -143,10 +132,9 @@ class SmartSwap:
             self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
-        if self._unrecorded:
-            self._agree(0, 0, 0, 0, 0)
-            self._unrecorded -= 1
-            self._timed_ms = step_ms
+        if self._timing is not None and not self._timing.over:
+            self._timing.add(step_ms)
+            self._timing.over = not self._agree(self._timing.wants_more, 0, 0, 0, 0).unready
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         if self._timed_ms is not None and not self.pipelined:
@@ -155,10 +143,19 @@ class SmartSwap:
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
-        self._timed_ms = None
-        if self.settles and self.phase is not Phase.STABLE:
-            self._unrecorded = UNRECORDED_STEPS if not self._afresh else FIRST_STEPS if self.steps == 1 else 1
+        self._timing = self._new_timing() if self.settles and self.phase is not Phase.STABLE else None
         return changed
+
+    @property
+    def _timed_ms(self) -> float | None:
+        """What a step takes that is not recorded. None: none was timed."""
+        return self._timing.ms if self._timing else None
+
+    def _new_timing(self) -> Timing:
+        first = self.steps == 1
+        if self.pipelined:
+            return Timing.single(FIRST_STEPS - 1 if first else int(not self._afresh))
+        return Timing(unready=int(not self._afresh), warms_up=first)
 
     @property
     def best_plan(self) -> Plan | None:
@@ -171,7 +168,8 @@ class SmartSwap:
     # ---- with the other ranks
     def _figures(self, *own: float) -> list[float]:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        state = 1e6 * list(Phase).index(self.phase) + 8.0 * tries + 2.0 * self._unrecorded + self._afresh
+        timed = self._timing.steps if self._timing else 0
+        state = 1e6 * list(Phase).index(self.phase) + 1e3 * tries + 2.0 * timed + self._afresh
         return [float(self.name), state, -float(self.name), -state, *own, -float(self.host_bytes or 0)]
 
     def _agree(self, *own: float) -> Facts:
@@ -217,14 +215,10 @@ class SmartSwap:
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
-        if self._timed_ms is not None:  # as on all ranks
-            self._warming += 1
-            unready |= self._warming <= MOST_WARMING and trace.step_ms < (1 - WARMING_SHARE) * self._timed_ms
         own = self.peak_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
         if facts.unready or self._must_wait(facts):
             return False
-        self._warming = 0
         self._afresh, self._extra_bytes, self._peer_lacks_more = False, 0, max(0.0, facts.over - own)
         self._learned_reserve_bytes = None
         self.floor = floor(trace, self.policy.verbs)
@@ -320,15 +314,19 @@ class SmartSwap:
     def _again(self) -> bool:
         """The same plan once more: it was without fault and much slower than it promised."""
         *before, last = self.tries
-        first = all(tried.plan is not last.plan for tried in before)
+        first = all(tried.plan is not last.plan for tried in before) and not (self._timing and self._timing.often)
         return first and not last.rank[0] and last.surprise > SURPRISE_SHARE
 
+    @property
+    def _noise_share(self) -> float:
+        return max(NOISE_SHARE, self._timing.error_share if self._timing else 0.0)
+
     def _best(self) -> Try:
-        """As measured; of those that do not differ by more than steps do anyway the one that went as promised."""
+        """As measured; of those that do not differ by more than steps do anyway what was promised counts as much."""
         best = min(self.tries, key=lambda tried: tried.rank)
-        most_ms = best.step_ms * (1 + NOISE_SHARE)
+        most_ms = best.step_ms * (1 + self._noise_share)
         alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2] and tried.step_ms <= most_ms]
-        return min(alike, key=lambda tried: abs(tried.surprise))
+        return min(alike, key=lambda tried: tried.step_ms + tried.promised_ms)
 
     def _promises_more(self) -> bool:
         """The last plan was faster than all before it, or the next should be, by more than steps differ anyway."""
@@ -338,7 +336,8 @@ class SmartSwap:
         last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
         best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
         promised = self.plan.prediction.step_ms if self.plan.prediction else best
-        return last < best * (1 - NOISE_SHARE) or promised < min(best, last) * (1 - NOISE_SHARE)
+        least_ms = min(best, last) * (1 - self._noise_share)
+        return last < best * (1 - self._noise_share) or promised < least_ms
 
     def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
         """Plan again, from the try's own trace: it knows the times better. False if there is nothing else to try."""
@@ -392,7 +391,8 @@ class SmartSwap:
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
-        self._bad_steps, self._unrecorded, self._afresh, self._changes = 0, int(self.settles), True, self._changes + 1
+        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
+        self._timing = self._new_timing() if self.settles else None
         self.tries.clear()
         self.peers.forget(self.judge)
         self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")

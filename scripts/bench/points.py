@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from workloads import WARM_UP_STEPS, Workload
+from workloads import Workload
 
 PLAIN, FULL = "plain", "full"
 OURS = "ours"
@@ -20,7 +20,7 @@ class Point:
     plugin: str = ""  # competitors/<plugin>.py is installed in the training process, with ``plugin_setting``
     plugin_setting: str = ""
     budget_bytes: int | None = None
-    warm_up_steps: int = WARM_UP_STEPS
+    searches: bool = False  # for a plan, before its steps count
     missing: str = ""  # what must be installed first: until then it is skipped, and has no result
 
 

@@ -5,7 +5,7 @@ On the simulated device every workload is tiny: it tests the runner, its times s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 GPU, SIM = "gpu", "sim"
 COUNTED_STEPS = 10
@@ -13,9 +13,12 @@ COUNTED_STEPS = 10
 COUNTED_SHORT_STEPS = 30
 # Of what has no plan to search: first steps allocate, choose kernels and make the optimizer's state.
 WARM_UP_STEPS = 4
-# WarmUp (6, and 4 while the workload warms up) and at most 8 tries of SearchPolicy, each of three steps; Stable settles
-# in one.
-SEARCH_STEPS = 34
+# WarmUp (8) and at most 8 tries of SearchPolicy, of four steps each and now and then of more; Stable settles in one.
+SEARCH_STEPS = 46
+# Experts: WarmUp may be 35, and a try 11, as their steps differ by a tenth.
+NOISY_SEARCH_STEPS = 124
+# No step is timed, so each try is one.
+SIM_SEARCH_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Workload:
     fractions: tuple[float, ...] = ()
     features: tuple[str, ...] = ("swap", "adaptive")  # of ours; "optimizer": the virtual optimizer
     counted_steps: int = COUNTED_STEPS
+    search_steps: int = SEARCH_STEPS
 
 
 def _spaced(first: int, step: int) -> tuple[float, ...]:
@@ -57,7 +61,8 @@ _GPU = (
     Workload("E4", "32 layers, PP 4, 8 microbatches", _A | {"LAYERS": "32", "PP": "4", "GBS": "8"}, ranks=4,
              microbatches=8, features=("adaptive",)),
     Workload("F", "MoE: 4 layers, 8 experts of 2816, top 2, 8192 tokens", {"LAYERS": "4", "SEQ": "8192"},
-             (*_MOE, "--moe-ffn-hidden-size", "2816"), fractions=_spaced(98, 2), counted_steps=COUNTED_SHORT_STEPS),
+             (*_MOE, "--moe-ffn-hidden-size", "2816"), fractions=_spaced(98, 2), counted_steps=COUNTED_SHORT_STEPS,
+             search_steps=NOISY_SEARCH_STEPS),
     Workload("A_te", "A with Transformer Engine layers", _A | _TE, fractions=_spaced(98, 2),
              counted_steps=COUNTED_SHORT_STEPS),
     Workload("B_te", "B with Transformer Engine layers", _B | _TE, fractions=_spaced(96, 4)),
@@ -81,4 +86,6 @@ NAMES = tuple(workload.name for workload in _GPU)
 
 def workload(name: str, device: str) -> Workload:
     """Raises KeyError; Transformer Engine's are not there on the simulated device."""
-    return {workload.name: workload for workload in _GPU}[name] if device == GPU else _SIM[name]
+    if device == GPU:
+        return {workload.name: workload for workload in _GPU}[name]
+    return replace(_SIM[name], search_steps=SIM_SEARCH_STEPS)

@@ -31,8 +31,9 @@ def peak(trace: StepTrace) -> int:
 def run(search: SmartSwap, trace: StepTrace, stats: StepStats | None = None) -> Plan | None:
     """One step of this work. Returns the plan it ran under."""
     order = search.next_step()
-    step = executed(trace, order.plan) if order.record else None
-    search.after_step(stats or StepStats(saves=len(trace.saved)), step)
+    step = executed(trace, order.plan)
+    took_ms = step.step_ms if search.times else None
+    search.after_step(stats or StepStats(saves=len(trace.saved)), step if order.record else None, took_ms)
     return order.plan
 
 

@@ -11,7 +11,7 @@ from traces import MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, trouble_of
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, Try, trouble_of
 from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
@@ -65,18 +65,26 @@ def planned(it, trace=TRACE):
     return it.plan
 
 
-def test_on_a_device_steps_of_the_same_plan_come_before_the_one_that_is_recorded():
+RECORDED, SETTLES, TIMED = (True, False), (False, False), (False, True)
+
+
+@pytest.mark.parametrize("pipelined, first, each_try", [
+    (False, 6 * [TIMED], [SETTLES, TIMED, TIMED]),
+    # As many in all stages, whatever their times: none waits in a step of one while another one plans.
+    (True, [SETTLES, SETTLES, SETTLES, TIMED], [SETTLES, TIMED]),
+])  # fmt: skip
+def test_on_a_device_steps_of_the_same_plan_come_before_the_one_that_is_recorded(pipelined, first, each_try):
     """What it measures is neither of an allocator that has yet to meet the plan nor of a device that has rested."""
-    it, orders = search(settles=True), []
+    it, orders = search(settles=True, pipelined=pipelined), []
     while it.phase is not Phase.STABLE:
         orders.append((it.next_step(), it.times, it.plan))
         run(it, TRACE if orders[1:] else FIRST)
     shown = [(order.record, times) for order, times, _ in orders]
-    # The very first only shows what there is; then WarmUp; then for each try one that settles, one that is timed.
-    settles, timed, recorded = (False, False), (False, True), (True, False)
-    assert shown == [recorded, settles, settles, settles, timed, recorded] + len(it.tries) * [settles, timed, recorded]
-    assert all(len({id(plan) for _, _, plan in orders[i : i + 3]}) == 1 for i in range(6, len(orders), 3))
-    assert len(it.tries) >= 1 and len(orders) <= 30
+    warm_up, length = [RECORDED, *first, RECORDED], len(each_try) + 1
+    assert shown == warm_up + len(it.tries) * [*each_try, RECORDED]
+    tries = [orders[i : i + length] for i in range(len(warm_up), len(orders), length)]
+    assert all(len({id(plan) for _, _, plan in each}) == 1 for each in tries)
+    assert 1 <= len(it.tries) <= 8
     assert run(it, TRACE) is it.plan and it.stable.steps == 1
 
 
@@ -92,11 +100,9 @@ def test_on_a_device_a_try_took_what_it_took_without_being_recorded():
 
 
 @pytest.mark.parametrize("times, planned_after", [
-    ((1.0,), 6),  # in steps, of what a recorded one takes
-    ((1.05,), 6),
-    ((1.06, 1.0), 8),
-    ((2.0, 1.5, 1.2), 10),  # by then enough
-    ((0.8,), 6),
+    ([1.0] * 6, 8),  # in steps, of what a recorded one takes; the first and the last of them are recorded
+    ([2.0, 1.5, 1.2, 1.0, 1.0, 1.0, 1.0, 1.0], 10),  # three as fast as the three before them
+    ([0.9] * 6, 8),
 ])  # fmt: skip
 def test_on_a_device_nothing_is_planned_from_a_step_that_warms_up(times, planned_after):
     it = search(settles=True)
@@ -127,14 +133,15 @@ def test_on_a_device_a_recorded_step_is_told_as_long_as_it_is_without_recording(
     assert it.plan.prediction.step_ms < 1.4 * TRACE.step_ms
 
 
-def test_on_a_device_a_changed_workload_is_not_recorded_before_a_step_of_it_was_timed():
+def test_on_a_device_a_changed_workload_is_not_recorded_before_steps_of_it_were_timed():
     it = search(settles=True)
     while it.phase is not Phase.STABLE:
         run(it, TRACE if it.steps else FIRST)
     while it.phase is Phase.STABLE:
         run(it, TRACE, StepStats(saves=SAVED, evictions=1))
-    assert not it.next_step().record and it.times
-    run(it, TRACE)
+    for _ in range(2):
+        assert not it.next_step().record and it.times
+        run(it, TRACE)
     assert it.next_step().record
 
 
@@ -180,6 +187,24 @@ def test_a_try_much_slower_than_promised_is_measured_once_more(again):
     assert next(tried for tried in it.tries if tried.plan is it.plan and tried.step_ms == best)
 
 
+@pytest.mark.parametrize("figures, chosen", [
+    # (measured, promised). Within a percent what was promised counts as much: A_te at 40 % held, on an H200.
+    ([(251.1, 250.8), (249.7, 245.6)], 1),
+    ([(256.0, 262.2), (256.6, 250.8)], 1),
+    ([(100.0, 110.0), (100.5, 100.0)], 1),
+    ([(100.0, 100.0), (100.5, 99.9)], 0),
+    ([(100.0, 100.0), (101.5, 80.0)], 0),  # measured is measured
+])  # fmt: skip
+def test_of_tries_that_took_as_long_the_promise_counts(figures, chosen):
+    it = search()
+    run(it, FIRST)
+    run(it, TRACE)
+    for ms, promised_ms in figures:
+        plan = replace(it.plan, prediction=replace(it.plan.prediction, step_ms=promised_ms))
+        it.tries.append(Try(plan, 0, 0, 1, ms, it.shown))
+    assert it._best() is it.tries[chosen]
+
+
 def test_case_36_by_default_too():
     """Slower each time: try 1 is kept."""
     it = search()
@@ -212,14 +237,17 @@ def test_the_search_goes_on_while_the_next_plan_promises_more():
     assert it.plan.prediction.step_ms == pytest.approx(best), "of two alike the one that was understood"
 
 
-@pytest.mark.parametrize("slow, tries", [(1.0, [1.0, 0.95]), (1.08, [1.0, 1.0, 0.95])])
-def test_a_slow_device_is_not_the_end_of_the_search(slow, tries):
+@pytest.mark.parametrize("slow, pipelined, tries", [
+    (1.0, False, [1.0, 0.95]), (1.08, False, [1.0, 0.95]), (1.08, True, [1.0, 1.0, 0.95]),
+])  # fmt: skip
+def test_a_slow_device_is_not_the_end_of_the_search(slow, pipelined, tries):
     """The first plan leaves room; the one that fills the target is 5 % faster. While they are tried the device is slow,
-    and slower where a step is recorded: a plan measured twice for that does not stand in the way of the next."""
+    and slower where a step is recorded: a plan tried twice for that (where one step is all that was timed) does not
+    stand in the way of the next."""
     rates = ("d2h_bytes_per_ms", "h2d_bytes_per_ms", "d2h_both_bytes_per_ms", "h2d_both_bytes_per_ms")
     work = replace(TRACE, **{rate: getattr(TRACE, rate) / 16 for rate in rates})
     target = LOW + (peak(TRACE) - LOW) // 4
-    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE), settles=True)
+    it = search({"target_mode": True, "target_memory": target}, 10 * peak(TRACE), settles=True, pipelined=pipelined)
     careful = planned(it, work)
     assert solve(work, target).prediction.step_ms < 0.96 * careful.prediction.step_ms
     while it.phase is not Phase.STABLE:

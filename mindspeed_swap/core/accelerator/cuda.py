@@ -105,14 +105,23 @@ class CudaAccelerator(TorchAccelerator):
 
     def occupy(self, ms: float) -> None:
         if self._cycles_per_ms is None:
-            stream = self.compute_stream()
-            before = self.record(stream)
-            torch.cuda._sleep(_MEASURED_CYCLES)
-            after = self.record(stream)
-            after.synchronize()
-            elapsed = self.elapsed_ms(before, after)
-            self._cycles_per_ms = _MEASURED_CYCLES / elapsed if elapsed > 0 else 0.0
+            self._cycles_per_ms = rate = self._measured_cycles_per_ms()
+            # A device that has rested takes a while to raise its clock: as it is then is not as it is in a step.
+            for _ in range(_MOST_MEASURED):
+                rate, before = self._measured_cycles_per_ms(), rate
+                self._cycles_per_ms = max(self._cycles_per_ms, rate)
+                if rate <= before * (1 + _SAME_CLOCK_SHARE):
+                    break
         torch.cuda._sleep(int(ms * self._cycles_per_ms))
+
+    def _measured_cycles_per_ms(self) -> float:
+        stream = self.compute_stream()
+        before = self.record(stream)
+        torch.cuda._sleep(_MEASURED_CYCLES)
+        after = self.record(stream)
+        after.synchronize()
+        elapsed = self.elapsed_ms(before, after)
+        return _MEASURED_CYCLES / elapsed if elapsed > 0 else 0.0
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Raises RuntimeError if the driver refuses, for example beyond the limit on locked memory."""
@@ -163,6 +172,7 @@ class _MappedHost:
 
 
 _MEASURED_CYCLES = 2_000_000  # about a millisecond
+_MOST_MEASURED, _SAME_CLOCK_SHARE = 20, 0.02
 
 # cudaMemcpyDefault: addresses tell which of them is the device's.
 _EITHER_WAY = 4

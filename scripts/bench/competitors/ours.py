@@ -5,7 +5,6 @@ A budget is the peak that a step may have, given as --swap-memory-target; ``@cap
 from __future__ import annotations
 
 from points import FULL, OURS, PLAIN, Context, Point
-from workloads import SEARCH_STEPS
 
 GROUP = OURS
 FEATURES = {"swap": "--smart-swap", "adaptive": "--adaptive-memory-optimization"}
@@ -21,7 +20,7 @@ def points(context: Context) -> list[Point]:
         amounts = {"3": OPTIMIZER[context.device], "all": "all"}
         found += [Point(f"optimizer@{n}", GROUP, ("--virtual-optimizer", x)) for n, x in amounts.items()]
         both = ("--virtual-optimizer", "all", FEATURES["swap"])
-        found.append(Point("optimizer@all@swap", GROUP, both, warm_up_steps=SEARCH_STEPS))
+        found.append(Point("optimizer@all@swap", GROUP, both, searches=True))
     plain, known = context.peak(PLAIN), context.known.get(PLAIN)
     if plain is None or known is None:
         return found
@@ -45,6 +44,4 @@ def points(context: Context) -> list[Point]:
 
 def planned(name: str, feature: str, budget: int | None = None, settings: dict[str, str] | None = None) -> Point:
     target = () if budget is None else ("--swap-memory-target", f"{budget // 2**10 / 2**20:.9f}")
-    return Point(
-        name, GROUP, (FEATURES[feature], *target), settings or {}, budget_bytes=budget, warm_up_steps=SEARCH_STEPS
-    )
+    return Point(name, GROUP, (FEATURES[feature], *target), settings or {}, budget_bytes=budget, searches=True)

@@ -1,0 +1,82 @@
+"""Timing: how long a step takes, from as many steps as their noise asks for. Pure.
+
+Note: [Steps before the one that is recorded]
+The first step of a plan finds an allocator that has not met it, and a device that has rested while it was made and so
+runs at a higher clock than it can keep up. And recording costs the host time, which now and then shows: one plan was
+recorded with 230 and with 240 ms, and ran in 233. So on a real device every recorded step but the very first follows
+steps of the same plan that are not recorded, and these are timed: retime.py tells the recorded one by them.
+
+How many, the workload says. Of dense layers two that follow one another differ by half a percent. Between the small
+kernels of experts the host is what takes time, and steps differ by a tenth, for no reason of theirs (H200: 130 to 190
+ms of one plan): there the median of more is worth something, and a plan that is 3 % faster is not to be told otherwise.
+And there the first steps take twice what the thirtieth does, as kernels are chosen for shapes that experts have not
+met: nothing is planned before steps no longer get shorter.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median, stdev
+
+# The steps that count, at least and at most; enough are those whose mean is known to this share.
+LEAST, MOST = 2, 9
+ERROR_SHARE = 0.01
+# Steps no longer get shorter when the median of so many is within this share of that of as many before them. So long
+# this is waited for.
+WINDOW, WARMING_SHARE, MOST_WARMING = 3, 0.03, 24
+
+
+@dataclass(slots=True)
+class Timing:
+    """Of steps of one plan that follow one another. ``add`` each; they are over when no rank ``wants_more``."""
+
+    unready: int = 0  # so many are not timed
+    least: int = LEAST
+    most: int = MOST
+    warms_up: bool = False  # steps may get shorter, for as long as MOST_WARMING
+    steps: int = 0  # so far
+    over: bool = False
+    _found_ms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def single(cls, unready: int) -> Timing:
+        """One step after so many others. Of pipeline stages all do alike, and none waits while another one plans."""
+        return cls(unready, 1, 1)
+
+    @property
+    def times(self) -> bool:
+        """The next step is to be timed."""
+        return not self.over and self.steps >= self.unready
+
+    @property
+    def often(self) -> bool:
+        return self.most > 1
+
+    def add(self, step_ms: float | None) -> None:
+        """``step_ms``: if it ``times``."""
+        self.steps += 1
+        if step_ms is None:
+            return
+        found = self._found_ms
+        found.append(step_ms)
+        if self.warms_up and len(found) >= 2 * WINDOW:
+            before, now = median(found[-2 * WINDOW : -WINDOW]), median(found[-WINDOW:])
+            if now >= (1 - WARMING_SHARE) * before or len(found) >= MOST_WARMING:
+                self.warms_up = False
+                del found[:-WINDOW]
+
+    @property
+    def wants_more(self) -> bool:
+        if self.steps < self.unready or self.warms_up or len(self._found_ms) < self.least:
+            return True
+        return len(self._found_ms) < self.most and self.error_share > ERROR_SHARE
+
+    @property
+    def ms(self) -> float | None:
+        """What a step takes. None: none was timed."""
+        return median(self._found_ms) if self._found_ms else None
+
+    @property
+    def error_share(self) -> float:
+        """To what part of it that is known. 0 where one step cannot tell."""
+        found = self._found_ms
+        return stdev(found) / len(found) ** 0.5 / median(found) if len(found) > 1 else 0.0

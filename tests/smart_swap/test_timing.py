@@ -1,0 +1,78 @@
+"""How many steps are timed, by what they take, and what of them counts."""
+from __future__ import annotations
+
+from itertools import chain, repeat
+
+import pytest
+from steps import executed
+from test_phases import FIRST, SAVED, TRACE, search
+
+from mindspeed_swap.core.step import StepStats
+from mindspeed_swap.smart_swap.timing import MOST, MOST_WARMING, WINDOW, Timing
+
+
+def timed(timing: Timing, *took_ms: float) -> int:
+    """How many of these were asked for; the last one goes on for ever."""
+    for steps, each in enumerate(chain(took_ms, repeat(took_ms[-1])), 1):
+        timing.add(each if timing.times else None)
+        if not timing.wants_more:
+            timing.over = True
+            return steps
+        assert steps < 100
+    return 0
+
+
+@pytest.mark.parametrize("took_ms, steps, ms", [
+    ((100.0, 101.0), 2, 100.5),
+    ((100.0, 102.0), 2, 101.0),
+    ((100.0, 103.0, 101.0), 3, 101.0),
+    ((150.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0), MOST, 100.0),
+    ((130.0, 190.0, 140.0, 180.0, 150.0, 170.0, 160.0, 155.0, 165.0), MOST, 160.0),
+])  # fmt: skip
+def test_as_many_as_their_noise_asks_for(took_ms, steps, ms):
+    timing = Timing()
+    assert timed(timing, *took_ms) == steps and timing.ms == ms
+    assert timing.often and not timing.times
+
+
+def test_the_first_steps_of_a_plan_do_not_count():
+    timing = Timing(unready=1)
+    assert timed(timing, 1000.0, 100.0, 100.0) == 3 and timing.ms == 100.0 and timing.error_share == 0.0
+
+
+@pytest.mark.parametrize("took_ms, steps, ms", [
+    ((100.0,), 6, 100.0),
+    ((97.5, 97.5, 97.5, 95.0, 95.0, 95.0), 6, 95.0),
+    ((330.0, 216.0, 172.0, 187.0, 158.0, 158.0, 147.0, 144.0, 143.0, 145.0, 144.0, 144.0), 11, 144.0),
+    ([1000.0 * 0.98**i for i in range(40)], MOST_WARMING + MOST - WINDOW, None),  # for ever
+])  # fmt: skip
+def test_what_gets_shorter_is_waited_for(took_ms, steps, ms):
+    timing = Timing(warms_up=True)
+    assert timed(timing, *took_ms) == steps and ms in (None, timing.ms)
+
+
+def test_after_a_warm_up_too_noise_asks_for_more():
+    timing = Timing(warms_up=True)
+    steps = timed(timing, 200.0, 100.0, 110.0, 100.0, 120.0, 110.0, 100.0, 110.0, 120.0, 100.0, 110.0, 105.0)
+    assert steps == 3 + MOST and timing.ms == 110.0
+
+
+def test_one_step_where_all_stages_do_alike():
+    timing = Timing.single(2)
+    assert timed(timing, 300.0, 200.0, 100.0) == 3 and timing.ms == 100.0
+    assert not timing.often and timing.error_share == 0.0
+
+
+def test_without_a_time_there_is_none():
+    timing = Timing()
+    timing.add(None)
+    assert timing.ms is None and timing.wants_more
+
+
+def test_a_noisy_plan_is_not_chosen_for_one_fast_step():
+    """The median of a try counts, not the one step that a search would have seen."""
+    it, noise = search(settles=True), iter(chain([100.0] * 6, [80.0, 120.0, 118.0, 119.0, 121.0, 120.0], repeat(119.0)))
+    while not it.tries:
+        step = (executed(TRACE, it.plan) if it.steps else FIRST) if it.next_step().record else None
+        it.after_step(StepStats(saves=SAVED), step, next(noise) if it.times else None)
+    assert it.tries[0].step_ms == 119.0
