@@ -141,12 +141,11 @@ class Runtime:
         """What the step did decides how the next one of the same shape runs."""
         assert self.shapes is not None
         self.shapes.begin(microbatches, self._guard.begin_step(), self.pool.budget_bytes - self.pool.used_bytes)
-        search = self.shapes.current
-        if self._models != models or search is None or search.phase is not Phase.STABLE:
+        if self._models != models or self.shapes.current.phase is not Phase.STABLE:
             self._owned = list(owned_by(models))  # walking through modules takes as long as starting a dozen kernels
+            self._keep_owned()
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
-        self.manager.movable.keep_on_device(with_gradients(self._owned))
         if self.shapes.vary:
             self.manager.begin_step()
         else:
@@ -161,13 +160,22 @@ class Runtime:
         search.capacity_bytes = self._accelerator.memory().capacity_bytes  # the room may have been taken
         try:
             stats, trace = self.manager.end_step()
-            changed = search.after_step(stats, trace, self.manager.clock.step_ms() if search.times else None)
+            changed = search.after_step(stats, trace, *self._measured() if search.times else ())
         except NoPlan as error:
             raise SettingError(f"{self._options.policy.flag}: {error}; {_MORE_ROOM}") from None
+        self._keep_owned()  # now, while the device has the optimizer's step to do: it waits for what is done before one
         if changed:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=search.phase is Phase.STABLE)
             self._kept.save(self.shapes)
+
+    def _keep_owned(self) -> None:
+        self.manager.movable.keep_on_device(with_gradients(self._owned))
+
+    def _measured(self) -> tuple[float, int]:
+        """How long the step took, and the most memory it needed. (What overlaps asks for peaks of its own.)"""
+        peak_bytes = 0 if self._overlap else self._accelerator.take_interval().peak_bytes
+        return self.manager.clock.step_ms(), peak_bytes
 
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None
@@ -178,6 +186,8 @@ class Runtime:
             self.pool.reserve(order.host_bytes + self.pool.used_bytes, blocks)
         if order.record and self._overlap:
             self._overlap.settle()  # what is on its way out is not what the step begins with
+        if self.shapes.current.times and not self._overlap:
+            self._accelerator.take_interval()  # what was between steps is no part of this one
         trace = self._new_trace(self._optimizer) if order.record else None
         begin(order.plan, trace=trace, read_order=order.read_order, light=True)
 

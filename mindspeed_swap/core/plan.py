@@ -6,7 +6,6 @@ time, never correctness.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -48,6 +47,11 @@ class Prediction:
     host_ms: float = 0.0  # that moves take the host while the device waits for it
     # Step time of recomputing everything, told where that fits the budget and is faster than this plan.
     faster_recompute_ms: float | None = None
+
+    @property
+    def peak(self) -> int:
+        """Of all phases."""
+        return max(self.peak_bytes.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +127,12 @@ def _peaks(value: Any, where: str) -> dict[str, int]:
 
 
 class Agenda:
-    """A plan's swaps as a step asks for them: by what is saved, and by where something is released or prefetched."""
+    """A plan's swaps as a step asks for them: by what is saved, and by where something is released or prefetched. Made
+    once, and begun with every step: a device that has done the last one waits for that."""
 
-    def __init__(self, swaps: Sequence[Swap] = ()) -> None:
+    def __init__(self, plan: Plan | None = None) -> None:
+        self.plan = plan
+        swaps = plan.swaps if plan else ()
         self.swaps = {swap.key: swap for swap in swaps}
         points = [point for swap in swaps for point in (swap.release, swap.prefetch)]
         # Anything is to be done where a module begins or ends.
@@ -133,8 +140,17 @@ class Agenda:
         # Saves at which something is to be done.
         self.anchors = {Key(*point[1:]) for point in points if point.ordinal >= 0}
         self.saves = self.anchors | self.swaps.keys()  # and those that are to move
-        self.releases: dict[Position, list[Key]] = {}
-        self.prefetches: dict[Position, list[Key]] = {}
+        self._releases: dict[Position, list[Key]] = {}
+        self._prefetches: dict[Position, list[Key]] = {}
         for swap in self.swaps.values():
-            self.releases.setdefault(swap.release, []).append(swap.key)
-            self.prefetches.setdefault(swap.prefetch, []).append(swap.key)
+            self._releases.setdefault(swap.release, []).append(swap.key)
+            self._prefetches.setdefault(swap.prefetch, []).append(swap.key)
+        # What is not done yet. Whoever does something takes it out.
+        self.releases, self.prefetches = self._releases.copy(), self._prefetches.copy()
+
+    def begun(self, plan: Plan | None) -> Agenda:
+        """That of this plan, which is mostly the same, with nothing done yet."""
+        if plan is not self.plan:
+            return Agenda(plan)
+        self.releases, self.prefetches = self._releases.copy(), self._prefetches.copy()
+        return self

@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.trace import CopyRecord, ModuleRecord, OperatorRecord, StepTrace, WaitRecord
 
 _Record = TypeVar("_Record", CopyRecord, WaitRecord, OperatorRecord)
@@ -18,15 +17,14 @@ _Record = TypeVar("_Record", CopyRecord, WaitRecord, OperatorRecord)
 MOST_SHARE = 0.8
 
 
-def retimed(trace: StepTrace, step_ms: float, plan: Plan | None = None) -> StepTrace:
+def retimed(trace: StepTrace, step_ms: float, host_ms: float = 0.0) -> StepTrace:
     """With intervals in which the device waits for the host shortened until the step takes ``step_ms``, as far as that
     goes; all by the same time, short ones by less. Where the host is ahead, and of a shorter step, nothing changes.
 
-    ``plan``: that ran in both. What it was expected to take the host beyond what was seen at its moves is no time of a
-    step without it: so the plan is told to take as long as it did, and one that moves less to take less."""
+    ``host_ms``: what the moves of its plan take the host. What of that was not seen where they are is no time of a step
+    without the plan: so the plan is told to take as long as it did, and one that moves less to take less."""
     points = trace.points
-    if plan is not None and plan.prediction is not None:
-        step_ms -= max(0.0, plan.prediction.host_ms - trace.moving_ms)
+    step_ms -= max(0.0, host_ms - trace.moving_ms)
     most = [0.0] * len(points)  # that may be cut before each point
     for i, (point, after) in enumerate(pairwise(points), 1):
         if point.waits_for_host:

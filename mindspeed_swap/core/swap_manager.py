@@ -93,7 +93,7 @@ class SwapManager:
         loose.py, if nobody wants to see it."""
         with self.lock:
             self.loose.take_up()  # before it is recorded, or acted on where they are read
-            self._agenda = Agenda(plan.swaps if plan else ())
+            self._agenda = self._agenda.begun(plan)
             self._strays.begin(read_order)
         self._mover.recorder = Recorder(self.accelerator, trace, self._recording_ms) if trace is not None else None
         observed = trace is not None or self.on_interval is not None

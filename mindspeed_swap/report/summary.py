@@ -110,7 +110,7 @@ def _smart_swap(search: SmartSwap) -> dict[str, Any]:
                 "peak_bytes": t.peak_bytes,
                 "step_ms": t.step_ms,
                 "over_bytes": t.over_bytes,
-                "predicted_peak_bytes": max(t.plan.prediction.peak_bytes.values()) if t.plan.prediction else None,
+                "predicted_peak_bytes": t.plan.prediction.peak if t.plan.prediction else None,
                 "predicted_step_ms": t.plan.prediction.step_ms if t.plan.prediction else None,
             }
             for t in search.tries

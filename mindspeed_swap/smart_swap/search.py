@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.retime import retimed
 from mindspeed_swap.core.simulate import memory_curve
 from mindspeed_swap.core.solve import Floor, floor
 from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
+from mindspeed_swap.smart_swap.host_share import HostShare
 from mindspeed_swap.smart_swap.outcomes import (
     NoPlan,
     Phase,
@@ -57,8 +57,7 @@ def tell(message: str) -> None:
     say(message, every_stage=True)
 
 
-# What deciding changes, of a search.
-_DECIDED = (
+_DECIDED = (  # what deciding changes, of a search
     "plan", "phase", "target_bytes", "_extra_bytes", "_learned_reserve_bytes", "_accepted_trouble", "_kept_try",
     "_told", "_lines",
 )  # fmt: skip
@@ -96,7 +95,9 @@ class SmartSwap:
     _bad_steps: int = 0
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
-    _timing: Timing | None = None  # of the steps of the plan before the one that is recorded
+    _timing: Timing = field(default_factory=Timing.none)  # of the plan's steps before the one that is recorded
+    _host: HostShare = field(default_factory=HostShare)
+    _spread_bytes: int = 0  # what the steps before it needed beyond the one that the first plan is made from
     _told: str = ""
     _waited: bool = False
     _kept_try: int | None = None  # number of the try whose plan Stable runs
@@ -113,45 +114,42 @@ class SmartSwap:
 
     def next_step(self) -> StepOrder:
         host_bytes = host_need(self.plan) if self.plan else 0
-        record = self.phase is not Phase.STABLE and (self._timing is None or self._timing.over)
+        record = self.phase is not Phase.STABLE and self._timing.over
         return StepOrder(self.plan, record, self._read_order, host_bytes)
 
     @property
     def times(self) -> bool:
-        """``after_step`` wants to know how long the step took that is not recorded."""
-        return self._timing is not None and self._timing.times
+        """The next step is to be timed."""
+        return self._timing.times
 
-    def after_step(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None = None) -> bool:
-        """Take a step in; ``step_ms`` if it ``times``. True if the phase or the plan changed. Raises NoPlan."""
-        changed = self._took(stats, trace, step_ms)
+    def after_step(self, stats: StepStats, trace: StepTrace | None, *timed: Any) -> bool:
+        """Take a step in; ``timed``: as of Timing.add, if it ``times``. True: phase or plan changed. Raises NoPlan."""
+        changed = self._took(stats, trace, *timed)
         return self.peers.tell() or changed
 
-    def _took(self, stats: StepStats, trace: StepTrace | None, step_ms: float | None) -> bool:
+    def _took(self, stats: StepStats, trace: StepTrace | None, *timed: Any) -> bool:
         self.steps += 1
         if trace is not None:  # all was in the books
             self._saved_bytes.append(stats.most_saved_bytes)
         if self.phase is Phase.STABLE:
             return self._watch(stats)
-        if self._timing is not None and not self._timing.over:
-            self._timing.add(step_ms)
+        if not self._timing.over:
+            self._timing.add(*timed)
             self._timing.over = not self._agree(self._timing.wants_more, 0, 0, 0, 0).unready
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
-        if self._timed_ms is not None and not self.pipelined:
-            trace = retimed(trace, self._timed_ms, self.plan)
+        if self._timing.ms is not None and not self.pipelined:
+            trace = self._host.told(trace, self._timing.ms, self.plan)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves
         changed = self._plan_afresh(trace) if self._afresh else self._tried(stats, trace)
-        self._timing = self._new_timing() if self.settles and self.phase is not Phase.STABLE else None
+        self._timing = self._new_timing()
         return changed
 
-    @property
-    def _timed_ms(self) -> float | None:
-        """What a step takes that is not recorded. None: none was timed."""
-        return self._timing.ms if self._timing else None
-
     def _new_timing(self) -> Timing:
+        if not self.settles or self.phase is Phase.STABLE:
+            return Timing.none()
         first = self.steps == 1
         if self.pipelined:
             return Timing.single(FIRST_STEPS - 1 if first else int(not self._afresh))
@@ -168,8 +166,7 @@ class SmartSwap:
     # ---- with the other ranks
     def _figures(self, *own: float) -> list[float]:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        timed = self._timing.steps if self._timing else 0
-        state = 1e6 * list(Phase).index(self.phase) + 1e3 * tries + 2.0 * timed + self._afresh
+        state = 1e6 * list(Phase).index(self.phase) + 1e3 * tries + 2.0 * self._timing.steps + self._afresh
         return [float(self.name), state, -float(self.name), -state, *own, -float(self.host_bytes or 0)]
 
     def _agree(self, *own: float) -> Facts:
@@ -212,10 +209,11 @@ class SmartSwap:
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
+        self._spread_bytes = max(0, self._timing.peak_bytes - self.peak_bytes)
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
-        own = self.peak_bytes - soft
+        own = self.peak_bytes + self._spread_bytes - soft
         facts = self._agree(unready, 0, own, self.peak_bytes, trace.step_ms)
         if facts.unready or self._must_wait(facts):
             return False
@@ -252,7 +250,7 @@ class SmartSwap:
         shift = -int(self._peer_lacks_more) if facts.together else 0
         if self._learned_reserve_bytes is not None:
             soft = hard - self._learned_reserve_bytes
-        spread = max(self._saved_bytes) - min(self._saved_bytes)
+        spread = max(self._spread_bytes, max(self._saved_bytes) - min(self._saved_bytes))
         self.target_bytes = min(soft, hard - spread)
         # The reserve and what tries have added are caution, not need: without is still better than not at all.
         budgets = sorted({each + shift for each in (self.target_bytes - self._extra_bytes, soft, hard)})
@@ -280,10 +278,10 @@ class SmartSwap:
     # ---- SearchPolicy
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:
         assert self.plan is not None and self.shown is not None
-        peak = max(point.peak_bytes for point in trace.points)
+        peak = max(self._timing.peak_bytes, *(point.peak_bytes for point in trace.points))
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
-        took_ms = trace.step_ms if self._timed_ms is None else self._timed_ms
+        took_ms = trace.step_ms if self._timing.ms is None else self._timing.ms
         facts = self._agree(0, trouble_of(stats, self.plan), over, peak, took_ms)
         if self._must_wait(facts):
             return False
@@ -314,12 +312,12 @@ class SmartSwap:
     def _again(self) -> bool:
         """The same plan once more: it was without fault and much slower than it promised."""
         *before, last = self.tries
-        first = all(tried.plan is not last.plan for tried in before) and not (self._timing and self._timing.often)
-        return first and not last.rank[0] and last.surprise > SURPRISE_SHARE
+        first = all(tried.plan is not last.plan for tried in before)
+        return first and not self._timing.often and not last.rank[0] and last.surprise > SURPRISE_SHARE
 
     @property
     def _noise_share(self) -> float:
-        return max(NOISE_SHARE, self._timing.error_share if self._timing else 0.0)
+        return max(NOISE_SHARE, self._timing.error_share)
 
     def _best(self) -> Try:
         """As measured; of those that do not differ by more than steps do anyway what was promised counts as much."""
@@ -336,13 +334,15 @@ class SmartSwap:
         last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
         best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
         promised = self.plan.prediction.step_ms if self.plan.prediction else best
-        least_ms = min(best, last) * (1 - self._noise_share)
-        return last < best * (1 - self._noise_share) or promised < least_ms
+        less = 1 - self._noise_share
+        return last < best * less or promised < min(best, last) * less
 
     def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
         """Plan again, from the try's own trace: it knows the times better. False if there is nothing else to try."""
         tried = [each.plan.decisions for each in self.tries]
         self._learned_reserve_bytes = self._learn_reserve(facts)
+        if facts.over and (promised := self.tries[-1].plan.prediction):  # it did not promise to need all it might
+            self._extra_bytes += max(0, self.tries[-1].plan.budget_bytes - promised.peak)
         for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room
@@ -366,7 +366,7 @@ class SmartSwap:
         soft, hard = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         if facts.trouble or facts.over or soft == hard or self.plan.prediction is None:
             return None
-        wrong = abs(int(facts.peak) - max(self.plan.prediction.peak_bytes.values()))
+        wrong = abs(int(facts.peak) - self.plan.prediction.peak)
         # For what the allocator cannot use (fragments) there is also what lies between the target and the device's end.
         least = max(0, int(hard * LEAST_RESERVE_SHARE) - (self.capacity_bytes - hard))
         return min(hard - soft, least + 2 * wrong)
@@ -392,9 +392,9 @@ class SmartSwap:
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
         self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
-        self._timing = self._new_timing() if self.settles else None
         self.tries.clear()
         self.peers.forget(self.judge)
         self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
+        self._timing, self._host.plain_ms = self._new_timing(), None
         self._tell_lines()
         return True

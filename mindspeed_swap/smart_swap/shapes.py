@@ -42,7 +42,7 @@ class Shapes:
         self._host_bytes = 0
         self.current = new(capacity_bytes, policy)
         for plan in self._saved.values():
-            peak = max(plan.prediction.peak_bytes.values()) if plan.prediction else 0
+            peak = plan.prediction.peak if plan.prediction else 0
             if peak > capacity_bytes:
                 raise SettingError(
                     f"--swap-plan: its step needs {format_bytes(peak)} and this device gives "

@@ -65,7 +65,7 @@ def move_all(trace: StepTrace, policy: Policy, budget: int) -> Plan:
     """Every candidate goes: its device memory when the stage after its own has run, and it comes back one stage ahead
     of its use. Where that would not stay under the budget: as early and as late as it can."""
     plan = _plan(trace, budget, _by_stage(trace, policy))
-    if plan.prediction is not None and max(plan.prediction.peak_bytes.values()) <= budget:
+    if plan.prediction is not None and plan.prediction.peak <= budget:
         return plan
     return _plan(trace, budget, [Placed(each.record, each.release, each.prefetch) for each in windows(trace)])
 

@@ -14,15 +14,16 @@ met: nothing is planned before steps no longer get shorter.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, stdev
 
 # The steps that count, at least and at most; enough are those whose mean is known to this share.
 LEAST, MOST = 2, 9
 ERROR_SHARE = 0.01
-# Steps no longer get shorter when the median of so many is within this share of that of as many before them. So long
-# this is waited for.
-WINDOW, WARMING_SHARE, MOST_WARMING = 3, 0.03, 24
+# Steps no longer get shorter when the median of so many (of more, where they differ) is within this share of that of as
+# many before them. So long this is waited for.
+WINDOW, NOISY_WINDOW, WARMING_SHARE, MOST_WARMING = 3, 8, 0.03, 32
 
 
 @dataclass(slots=True)
@@ -35,7 +36,12 @@ class Timing:
     warms_up: bool = False  # steps may get shorter, for as long as MOST_WARMING
     steps: int = 0  # so far
     over: bool = False
-    _found_ms: list[float] = field(default_factory=list)
+    _found: list[tuple[float, int]] = field(default_factory=list)
+
+    @classmethod
+    def none(cls) -> Timing:
+        """Nothing is timed."""
+        return cls(over=True)
 
     @classmethod
     def single(cls, unready: int) -> Timing:
@@ -49,34 +55,53 @@ class Timing:
 
     @property
     def often(self) -> bool:
-        return self.most > 1
+        """More than one step was timed."""
+        return len(self._found) > 1
 
-    def add(self, step_ms: float | None) -> None:
-        """``step_ms``: if it ``times``."""
+    def add(self, step_ms: float | None = None, peak_bytes: int = 0) -> None:
+        """How long the step took, and the most bytes that it needed (0: not known), if it ``times``."""
         self.steps += 1
         if step_ms is None:
             return
-        found = self._found_ms
-        found.append(step_ms)
-        if self.warms_up and len(found) >= 2 * WINDOW:
-            before, now = median(found[-2 * WINDOW : -WINDOW]), median(found[-WINDOW:])
+        found = self._found
+        found.append((step_ms, peak_bytes))
+        if self.warms_up:
+            length = WINDOW if _error_share(found[-WINDOW:]) <= ERROR_SHARE else NOISY_WINDOW
+            if len(found) < 2 * length and len(found) < MOST_WARMING:
+                return
+            before, now = _median(found[-2 * length : -length]), _median(found[-length:])
             if now >= (1 - WARMING_SHARE) * before or len(found) >= MOST_WARMING:
                 self.warms_up = False
-                del found[:-WINDOW]
+                del found[:-length]
 
     @property
     def wants_more(self) -> bool:
-        if self.steps < self.unready or self.warms_up or len(self._found_ms) < self.least:
+        if self.steps < self.unready or self.warms_up or len(self._found) < self.least:
             return True
-        return len(self._found_ms) < self.most and self.error_share > ERROR_SHARE
+        return len(self._found) < self.most and self.error_share > ERROR_SHARE
 
     @property
     def ms(self) -> float | None:
         """What a step takes. None: none was timed."""
-        return median(self._found_ms) if self._found_ms else None
+        return _median(self._found) if self._found else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that one of them needed. 0: not known."""
+        return max((peak for _, peak in self._found), default=0)
 
     @property
     def error_share(self) -> float:
-        """To what part of it that is known. 0 where one step cannot tell."""
-        found = self._found_ms
-        return stdev(found) / len(found) ** 0.5 / median(found) if len(found) > 1 else 0.0
+        """To what part of it ``ms`` is known. 0 where one step cannot tell."""
+        return _error_share(self._found)
+
+
+_Found = Sequence[tuple[float, int]]
+
+
+def _median(found: _Found) -> float:
+    return median(ms for ms, _ in found)
+
+
+def _error_share(found: _Found) -> float:
+    return stdev(ms for ms, _ in found) / len(found) ** 0.5 / _median(found) if len(found) > 1 else 0.0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lower_bound import recompute_options
 from points import OURS, Point
-from workloads import GPU, SIM, WARM_UP_STEPS, Workload
+from workloads import GPU, SIM, Workload
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
@@ -42,7 +42,7 @@ class Job(NamedTuple):
 
     @property
     def steps(self) -> int:
-        before = self.workload.search_steps if self.point.searches else WARM_UP_STEPS
+        before = self.workload.search_steps if self.point.searches else self.workload.warm_up_steps
         return before + self.workload.counted_steps
 
 
