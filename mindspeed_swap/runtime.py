@@ -5,7 +5,6 @@ Patches call ``get()``; the core never does.
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +28,7 @@ from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.files import check_directory
 from mindspeed_swap.fine_grained.front_end import FineGrained
+from mindspeed_swap.garbage import collected_young, uncollected
 from mindspeed_swap.kept_plans import KeptPlans, check_places
 from mindspeed_swap.log import rank, say
 from mindspeed_swap.model_state import has_state, owned_by, with_gradients
@@ -46,18 +46,6 @@ _NOTHING = nullcontext()
 # Where there was no memory to measure the link: the slowest in use (PCIe gen 3 x16), so that plans are not too bold.
 UNMEASURED_BYTES_PER_MS = 12e6
 _MORE_ROOM = "give the device (or the target) more room, make a microbatch smaller or recompute a part"
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collections: one takes longer than many a step, where the heap is as large as Megatron's."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class Runtime:
@@ -151,7 +139,7 @@ class Runtime:
         else:
             self._order(self.manager.begin_step)
         try:
-            with uncollected() if self.manager.recorder else nullcontext():
+            with uncollected() if self.manager.recorder else collected_young():
                 yield
         except torch.OutOfMemoryError:
             say(self._why_out_of_memory(), every_rank=True)

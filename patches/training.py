@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from mindspeed_swap import runtime
+from mindspeed_swap.core.frame_room import with_room
 from mindspeed_swap.log import speak_for_stage
 from mindspeed_swap.patches.modules import layer_names
 from mindspeed_swap.patches.random_state import MegatronRandomState
@@ -31,7 +32,7 @@ def _train_step(original: Any) -> Any:
         if fine is not None and fine.parts is None:
             fine.meet(layer_names(models), parallel_state.get_pipeline_model_parallel_rank())
         with running.step(models, given["optimizer"], get_num_microbatches()):
-            return original(*args, **kwargs)
+            return with_room(original, *args, **kwargs)
 
     return train_step
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.frame_room import with_room
 from mindspeed_swap.core.module_state import ModuleState, keepers_in
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.saved_tensor import Dropped, SavedTensor, State, can_be_emptied, counter_of
@@ -161,7 +162,7 @@ class ModuleCalls:
                 earlier, before = accelerator.take_interval(), accelerator.record(accelerator.compute_stream())
             try:
                 with span("recompute of", call.key):
-                    call.run(manager.fetch, manager.live.dropped, manager.give, self._watching)
+                    with_room(call.run, manager.fetch, manager.live.dropped, manager.give, self._watching)
             finally:
                 self._runs_again -= 1
                 manager.scope = outer
