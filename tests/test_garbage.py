@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 
@@ -57,6 +58,49 @@ def test_young_garbage_goes_within_a_step():
         for _ in range(20_000):
             Cycle()
         assert Cycle.alive < 5_000
+
+
+class Node:
+    alive = 0
+
+    def __init__(self):
+        self.me = self
+        Node.alive += 1
+
+    def __del__(self):
+        Node.alive -= 1
+
+
+def test_older_garbage_goes_between_steps():
+    """Of a step that leaves few objects behind, so that Python would not collect by itself: cycles that have survived
+    a collection within the step, and what they hold of the device."""
+    gc.collect()
+    for _ in range(100):
+        with collected_young():
+            node, kept = Node(), allocate(5000)
+            del node, kept
+    assert Node.alive < 30
+
+
+@pytest.mark.parametrize("pause", [collected_young, uncollected])
+def test_a_worker_that_is_forked_within_a_step_is_in_none(pause):
+    before = gc.get_threshold()
+    with pause():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() and gc.get_threshold() == before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.isenabled() and gc.get_threshold() == before
+
+
+def test_without_the_collector_nothing_is_collected(seen):
+    gc.disable()
+    try:
+        with collected_young():
+            allocate()
+        assert not seen
+    finally:
+        gc.enable()
 
 
 def test_what_somebody_sets_meanwhile_stays():

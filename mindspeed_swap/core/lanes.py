@@ -154,7 +154,8 @@ def run_lanes(trace: StepTrace, placed: Sequence[Placed], modules: Iterable[Modu
     out, back = link.out, link.back
     points = trace.points
     stall = recompute = host = 0.0
-    shares = {_SAVE: MOVE_HOST_MS * trace.forward_waits, _READ: MOVE_HOST_MS * trace.backward_waits}
+    host_ms = MOVE_HOST_MS * trace.host_share
+    shares = {_SAVE: host_ms * trace.forward_waits, _READ: host_ms * trace.backward_waits}
     stalls: list[Stall] = []
     for i, event, k in events:
         now = points[i].time_ms + stall + recompute + host

@@ -29,18 +29,22 @@ class StepClock:
         if recorder is None:
             self._ended = self._now()
             return
-        trace, found = recorder.trace, [] if self._between_ms is None else [self._between_ms]
-        if self._before is not None:
-            found.append(self._accelerator.elapsed_ms(self._before, self._began))
-        found = [each for each in found if each <= MOST_BETWEEN_SHARE * trace.step_ms]
-        if found:
-            self._between_ms = min(found)
-            trace.step_ms += self._between_ms
+        recorder.trace.step_ms = self._with_between(recorder.trace.step_ms)
 
     def step_ms(self) -> float:
         """Of the last step, which was not recorded. Waits for it."""
         self._accelerator.synchronize(self._ended)
-        return self._accelerator.elapsed_ms(self._began, self._ended) + (self._between_ms or 0.0)
+        return self._with_between(self._accelerator.elapsed_ms(self._began, self._ended))
+
+    def _with_between(self, step_ms: float) -> float:
+        found = [] if self._between_ms is None else [self._between_ms]
+        if self._before is not None:
+            found.append(self._accelerator.elapsed_ms(self._before, self._began))
+        found = [each for each in found if each <= MOST_BETWEEN_SHARE * step_ms]
+        if not found:
+            return step_ms
+        self._between_ms = min(found)
+        return step_ms + self._between_ms
 
     def _now(self) -> Event:
         return self._accelerator.record(self._accelerator.compute_stream())

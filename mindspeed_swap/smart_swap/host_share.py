@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.plan import Plan, Prediction
 from mindspeed_swap.core.retime import retimed
+from mindspeed_swap.core.simulate import plain_step_ms
 from mindspeed_swap.core.trace import StepTrace
 
 # Below this part of a step, what moves take cannot be told from noise.
@@ -23,25 +24,29 @@ class HostShare:
     share: float = 1.0
     plain_ms: float | None = None  # what a step takes without a plan. None: not known, so nothing is learned
     _tries: int = 0
+    _last: Plan | None = None  # that was learned from
 
-    def told(self, trace: StepTrace, took_ms: float, plan: Plan | None) -> StepTrace:
+    def told(self, trace: StepTrace, took_ms: float, plan: Plan | None, trouble: int) -> StepTrace:
         """A recorded step of this plan as it is without recording, when it takes so long; what is planned from it
         reckons with what moves take the host by now."""
         if plan is None:
-            self.plain_ms = took_ms
-            return retimed(trace, took_ms)
-        planned = self.share
-        self._learn(plan, took_ms)
-        host_ms = plan.prediction.host_ms * self.share / planned if plan.prediction else 0.0
-        told = retimed(trace, took_ms, host_ms)
-        forward, backward = (self.share * waits for waits in (told.forward_waits, told.backward_waits))
-        return replace(told, forward_waits=forward, backward_waits=backward)
-
-    def _learn(self, plan: Plan, took_ms: float) -> None:
+            told = retimed(trace, took_ms)
+            pressed = trace.evicted_bytes or trace.stall_ms  # what that took is in took_ms
+            self.plain_ms = None if pressed else plain_step_ms(told)
+            return told
         promised = plan.prediction
-        if self.plain_ms is None or promised is None or promised.host_ms < LEAST_TOLD_SHARE * self.plain_ms:
+        if promised is None:
+            return replace(retimed(trace, took_ms), host_share=self.share)
+        if not trouble and plan is not self._last:
+            self._learn(promised, took_ms)
+            self._last = plan
+        host_ms = promised.host_ms * self.share / promised.host_share
+        return replace(retimed(trace, took_ms, host_ms), host_share=self.share)
+
+    def _learn(self, promised: Prediction, took_ms: float) -> None:
+        if self.plain_ms is None or promised.host_ms <= LEAST_TOLD_SHARE * self.plain_ms:
             return
         beyond_ms = took_ms - self.plain_ms - promised.stall_ms - promised.recompute_ms
-        shown = min(1.0, max(LEAST_SHARE, self.share * beyond_ms / promised.host_ms))
+        shown = min(1.0, max(LEAST_SHARE, promised.host_share * beyond_ms / promised.host_ms))
         self.share = (self._tries * self.share + shown) / (self._tries + 1)
         self._tries += 1

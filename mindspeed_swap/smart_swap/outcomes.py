@@ -43,6 +43,7 @@ class Try:
     peak_bytes: int
     step_ms: float
     step: ExecutedStep  # of this rank
+    error_share: float = 0.0  # to what part of it step_ms is known
 
     @property
     def rank(self) -> tuple[bool, int, float]:

@@ -21,13 +21,24 @@ class Facts(NamedTuple):
     step_ms: float
     host_missing: float  # minus what swap may take of the host
     together: bool = True
+    apart: bool = False  # by some steps of the same phase: one of another shape lies between, on some ranks only
 
     @classmethod
     def of(cls, own: Sequence[float], worst: Sequence[float]) -> Facts:
         """``own``: what this rank gave: two figures of its state, the same two below 0, then those of its step. They
         count where peers are in another state."""
         together = list(worst[:2]) == [-each for each in worst[2:4]]
-        return cls(*(worst if together else own)[4:], together=together)
+        apart = worst[0] == -worst[2] and not together and worst[1] // _PHASE == -worst[3] // _PHASE
+        return cls(*(worst if together else own)[4:], together=together, apart=apart)
+
+
+_PHASE = 1000.0
+
+
+def state_of(phase: int, tries: int, afresh: bool, timed: int, over: bool) -> float:
+    """A number that peers can compare. ``over``: all steps of a plan are timed and this one is recorded. What ranks do
+    together then is not what they do after the last timed one."""
+    return _PHASE * (10_000 * phase + 2 * tries + afresh) + 2 * timed + over
 
 
 Told = Callable[[Facts], bool]

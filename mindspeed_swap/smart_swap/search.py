@@ -28,15 +28,13 @@ from mindspeed_swap.smart_swap.outcomes import (
     WarmUp,
     trouble_of,
 )
-from mindspeed_swap.smart_swap.peers import Facts, Peers
+from mindspeed_swap.smart_swap.peers import Facts, Peers, state_of
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.smart_swap.timing import Timing
 from mindspeed_swap.units import format_bytes
 
-# In a pipeline, where all stages do alike: before the first that may be planned from.
-FIRST_STEPS = 4
 # Steps of the same work differ by about this much, at least.
 NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
@@ -118,8 +116,7 @@ class SmartSwap:
         return StepOrder(self.plan, record, self._read_order, host_bytes)
 
     @property
-    def times(self) -> bool:
-        """The next step is to be timed."""
+    def times(self) -> bool:  # the next step
         return self._timing.times
 
     def after_step(self, stats: StepStats, trace: StepTrace | None, *timed: Any) -> bool:
@@ -134,12 +131,16 @@ class SmartSwap:
         if self.phase is Phase.STABLE:
             return self._watch(stats)
         if not self._timing.over:
-            self._timing.add(*timed)
-            self._timing.over = not self._agree(self._timing.wants_more, 0, 0, 0, 0).unready
+            self._timing.add(trouble_of(stats, self.plan), *timed)
+            facts = self._agree(self._timing.wants_more, 0, 0, 0, 0)
+            self._timing.over = not facts.unready
+            if facts.apart:
+                self._timing = self._new_timing()
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         if self._timing.ms is not None and not self.pipelined:
-            trace = self._host.told(trace, self._timing.ms, self.plan)
+            trouble = self._timing.trouble or trouble_of(stats, self.plan)
+            trace = self._host.told(trace, self._timing.ms, self.plan, trouble)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves
@@ -147,13 +148,14 @@ class SmartSwap:
         self._timing = self._new_timing()
         return changed
 
+    def _beyond(self, trace: StepTrace) -> int:
+        """What steps before the recorded one needed that it did not."""
+        return max(0, self._timing.peak_bytes - max(point.peak_bytes for point in trace.points))
+
     def _new_timing(self) -> Timing:
         if not self.settles or self.phase is Phase.STABLE:
             return Timing.none()
-        first = self.steps == 1
-        if self.pipelined:
-            return Timing.single(FIRST_STEPS - 1 if first else int(not self._afresh))
-        return Timing(unready=int(not self._afresh), warms_up=first)
+        return Timing.before_recorded(self.steps == 1, self._afresh, self.pipelined)
 
     @property
     def best_plan(self) -> Plan | None:
@@ -166,7 +168,8 @@ class SmartSwap:
     # ---- with the other ranks
     def _figures(self, *own: float) -> list[float]:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        state = 1e6 * list(Phase).index(self.phase) + 1e3 * tries + 2.0 * self._timing.steps + self._afresh
+        timing = self._timing.steps, self._timing.over
+        state = state_of(list(Phase).index(self.phase), tries, self._afresh, *timing)
         return [float(self.name), state, -float(self.name), -state, *own, -float(self.host_bytes or 0)]
 
     def _agree(self, *own: float) -> Facts:
@@ -209,7 +212,7 @@ class SmartSwap:
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
-        self._spread_bytes = max(0, self._timing.peak_bytes - self.peak_bytes)
+        self._spread_bytes = max(self._spread_bytes, self._beyond(trace))
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
@@ -238,7 +241,7 @@ class SmartSwap:
         assert self.plan is not None and self.floor is not None
         if self.plan.text:
             self._enter(Phase.SEARCH, self.plan.text)
-        elif facts.over <= 0 and not self.policy.moves_all:
+        elif facts.over <= self._spread_bytes and not self.policy.moves_all:
             self._enter(Phase.STABLE, f"everything fits: nothing to swap, floor {format_bytes(self.floor.bytes)}")
         else:
             self._enter(Phase.STABLE, "nothing can be moved")
@@ -282,11 +285,12 @@ class SmartSwap:
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
         took_ms = trace.step_ms if self._timing.ms is None else self._timing.ms
-        facts = self._agree(0, trouble_of(stats, self.plan), over, peak, took_ms)
+        facts = self._agree(0, max(self._timing.trouble, trouble_of(stats, self.plan)), over, peak, took_ms)
         if self._must_wait(facts):
             return False
         trouble, over = int(facts.trouble), int(facts.over)
-        self.tries.append(Try(self.plan, trouble, over, int(facts.peak), facts.step_ms, self.shown))
+        how = facts.step_ms, self.shown, self._timing.error_share
+        self.tries.append(Try(self.plan, trouble, over, int(facts.peak), *how))
         if trouble or over:
             self.failed.add(digest(self.plan))
         self._decide(facts, lambda: self._go_on_or_end(trace, facts))
@@ -315,14 +319,10 @@ class SmartSwap:
         first = all(tried.plan is not last.plan for tried in before)
         return first and not self._timing.often and not last.rank[0] and last.surprise > SURPRISE_SHARE
 
-    @property
-    def _noise_share(self) -> float:
-        return max(NOISE_SHARE, self._timing.error_share)
-
     def _best(self) -> Try:
         """As measured; of those that do not differ by more than steps do anyway what was promised counts as much."""
         best = min(self.tries, key=lambda tried: tried.rank)
-        most_ms = best.step_ms * (1 + self._noise_share)
+        most_ms = best.step_ms * (1 + max(NOISE_SHARE, best.error_share))
         alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2] and tried.step_ms <= most_ms]
         return min(alike, key=lambda tried: tried.step_ms + tried.promised_ms)
 
@@ -334,7 +334,7 @@ class SmartSwap:
         last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
         best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
         promised = self.plan.prediction.step_ms if self.plan.prediction else best
-        less = 1 - self._noise_share
+        less = 1 - max(NOISE_SHARE, self.tries[-1].error_share)
         return last < best * less or promised < min(best, last) * less
 
     def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
@@ -342,7 +342,7 @@ class SmartSwap:
         tried = [each.plan.decisions for each in self.tries]
         self._learned_reserve_bytes = self._learn_reserve(facts)
         if facts.over and (promised := self.tries[-1].plan.prediction):  # it did not promise to need all it might
-            self._extra_bytes += max(0, self.tries[-1].plan.budget_bytes - promised.peak)
+            self._extra_bytes += max(0, self.tries[-1].plan.budget_bytes - promised.peak) + self._beyond(trace)
         for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room
@@ -356,7 +356,7 @@ class SmartSwap:
                 return False
             if self.plan is not None and self.plan.decisions not in tried:
                 return self.policy.tries is not None or self.tries[-1].rank[0] or self._promises_more()
-            if not facts.trouble:
+            if not (facts.trouble or facts.over):
                 return False
         return False
 

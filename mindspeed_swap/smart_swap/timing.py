@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median, stdev
+from statistics import median, median_low
 
-# The steps that count, at least and at most; enough are those whose mean is known to this share.
+# The steps that count, at least and at most; enough are those whose median is known to this share.
 LEAST, MOST = 2, 9
+# In a pipeline: the last of so many, of the first ones of a run.
+FIRST_PIPELINED = 4
 ERROR_SHARE = 0.01
 # Steps no longer get shorter when the median of so many (of more, where they differ) is within this share of that of as
 # many before them. So long this is waited for.
@@ -36,7 +38,7 @@ class Timing:
     warms_up: bool = False  # steps may get shorter, for as long as MOST_WARMING
     steps: int = 0  # so far
     over: bool = False
-    _found: list[tuple[float, int]] = field(default_factory=list)
+    _found: list[tuple[float, int, int]] = field(default_factory=list)
 
     @classmethod
     def none(cls) -> Timing:
@@ -44,9 +46,12 @@ class Timing:
         return cls(over=True)
 
     @classmethod
-    def single(cls, unready: int) -> Timing:
-        """One step after so many others. Of pipeline stages all do alike, and none waits while another one plans."""
-        return cls(unready, 1, 1)
+    def before_recorded(cls, first: bool, afresh: bool, pipelined: bool) -> Timing:
+        """``first``: of a run. ``afresh``: of no new plan. ``pipelined``: as many in all stages, or one would wait in
+        a step that it times while another one plans."""
+        if pipelined:
+            return cls(FIRST_PIPELINED - 1 if first else int(not afresh), 1, 1)
+        return cls(int(not afresh), warms_up=first)
 
     @property
     def times(self) -> bool:
@@ -58,13 +63,14 @@ class Timing:
         """More than one step was timed."""
         return len(self._found) > 1
 
-    def add(self, step_ms: float | None = None, peak_bytes: int = 0) -> None:
-        """How long the step took, and the most bytes that it needed (0: not known), if it ``times``."""
+    def add(self, trouble: int = 0, step_ms: float | None = None, peak_bytes: int = 0) -> None:
+        """Of a step: what went wrong (outcomes.py), and if it ``times`` how long it took and the most bytes that it
+        needed (0: not known)."""
         self.steps += 1
         if step_ms is None:
             return
         found = self._found
-        found.append((step_ms, peak_bytes))
+        found.append((step_ms, peak_bytes, trouble))
         if self.warms_up:
             length = WINDOW if _error_share(found[-WINDOW:]) <= ERROR_SHARE else NOISY_WINDOW
             if len(found) < 2 * length and len(found) < MOST_WARMING:
@@ -88,7 +94,12 @@ class Timing:
     @property
     def peak_bytes(self) -> int:
         """The most that one of them needed. 0: not known."""
-        return max((peak for _, peak in self._found), default=0)
+        return max((peak for _, peak, _ in self._found), default=0)
+
+    @property
+    def trouble(self) -> int:
+        """Of most of them at least."""
+        return median_low(trouble for _, _, trouble in self._found) if self._found else 0
 
     @property
     def error_share(self) -> float:
@@ -96,12 +107,18 @@ class Timing:
         return _error_share(self._found)
 
 
-_Found = Sequence[tuple[float, int]]
+_Found = Sequence[tuple[float, int, int]]
+# Of the median of what differs from a median by chance, to make it a standard deviation.
+_DEVIATIONS = 1.4826
 
 
 def _median(found: _Found) -> float:
-    return median(ms for ms, _ in found)
+    return median(ms for ms, _, _ in found)
 
 
 def _error_share(found: _Found) -> float:
-    return stdev(ms for ms, _ in found) / len(found) ** 0.5 / _median(found) if len(found) > 1 else 0.0
+    """By the median of differences: one step that took twice as long says nothing of the others."""
+    middle = _median(found) if found else 0.0
+    if not middle or len(found) < 2:
+        return 0.0
+    return _DEVIATIONS * median(abs(ms - middle) for ms, _, _ in found) / len(found) ** 0.5 / middle

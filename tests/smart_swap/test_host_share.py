@@ -8,6 +8,7 @@ from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.lanes import MOVE_HOST_MS
 from mindspeed_swap.core.plan import Plan
+from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.smart_swap.host_share import LEAST_SHARE, HostShare
 
@@ -20,15 +21,15 @@ PROMISED = PLAN.prediction
 HOST_MS = PROMISED.host_ms
 
 
-def tried(host: HostShare, host_ms: float, plan: Plan = PLAN):
+def tried(host: HostShare, host_ms: float, plan: Plan = PLAN, trouble: int = 0):
     """A step of it in which moves took the host so long."""
     took_ms = PLAIN_MS + plan.prediction.stall_ms + plan.prediction.recompute_ms + host_ms
-    return host.told(replace(TRACE, step_ms=took_ms), took_ms, plan)
+    return host.told(replace(TRACE, step_ms=took_ms), took_ms, replace(plan), trouble)
 
 
 def learned(*host_ms: float) -> HostShare:
     host = HostShare()
-    host.told(TRACE, PLAIN_MS, None)
+    host.told(TRACE, PLAIN_MS, None, 0)
     for each in host_ms:
         tried(host, each)
     return host
@@ -45,7 +46,7 @@ def test_a_try_tells_how_much_of_it_shows(shown, share):
 
 def test_tries_are_averaged():
     host = learned(0.5 * HOST_MS)
-    next_plan = replace(PLAN, prediction=replace(PROMISED, host_ms=0.5 * HOST_MS))  # made with that share
+    next_plan = replace(PLAN, prediction=replace(PROMISED, host_ms=0.5 * HOST_MS, host_share=0.5))
     tried(host, 0.5 * HOST_MS, next_plan)
     assert host.share == pytest.approx(0.5)
     tried(host, 0.8 * HOST_MS, next_plan)
@@ -55,7 +56,9 @@ def test_tries_are_averaged():
 def test_what_is_planned_next_reckons_with_it():
     host = learned()
     trace = tried(host, 0.0)
-    assert trace.forward_waits == pytest.approx(LEAST_SHARE) == trace.backward_waits
+    assert trace.host_share == pytest.approx(LEAST_SHARE)
+    promised = simulate(trace, PLAN).prediction
+    assert (promised.host_ms, promised.host_share) == pytest.approx((LEAST_SHARE * HOST_MS, LEAST_SHARE))
     # The step without a plan is not told to be shorter by what moves did not take.
     assert trace.step_ms == pytest.approx(PLAIN_MS + PROMISED.stall_ms + PROMISED.recompute_ms - LEAST_SHARE * HOST_MS)
     host = learned()
@@ -69,4 +72,41 @@ def test_without_a_plain_step_or_moves_that_count_nothing_is_learned():
     host = learned()
     tried(host, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=0.01 * PLAIN_MS)))
     tried(host, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=0.0)))
+    assert host.share == 1.0
+
+
+def test_a_plan_is_told_by_the_share_that_it_was_made_with():
+    """As one that is still there when the search begins again, or that another rank has made."""
+    host = learned(0.2 * HOST_MS)
+    took_ms = PLAIN_MS + PROMISED.stall_ms + PROMISED.recompute_ms + 0.2 * HOST_MS
+    host.plain_ms = None
+    told = host.told(replace(TRACE, step_ms=took_ms), took_ms, PLAN, 0)
+    assert PROMISED.host_share == 1.0 and told.step_ms == pytest.approx(took_ms - 0.2 * HOST_MS)
+
+
+def test_from_one_try_it_is_learned_once():
+    """Ranks that wait for one another look at the same one again."""
+    host = learned()
+    took_ms = PLAIN_MS + PROMISED.stall_ms + PROMISED.recompute_ms + 0.5 * HOST_MS
+    for _ in range(3):
+        host.told(replace(TRACE, step_ms=took_ms), took_ms, PLAN, 0)
+        assert host.share == pytest.approx(0.5)
+
+
+def test_what_pressure_took_is_no_time_of_moves():
+    host = HostShare()
+    host.told(replace(TRACE, stall_ms=5.0), PLAIN_MS + 5.0, None, 0)
+    assert host.plain_ms is None
+    host.told(replace(TRACE, evicted_bytes=1), PLAIN_MS + 5.0, None, 0)
+    assert host.plain_ms is None
+    tried(host, 0.0)
+    assert host.share == 1.0
+    host = learned(0.1 * HOST_MS)
+    tried(host, HOST_MS, trouble=3)
+    assert host.share == pytest.approx(0.1)
+
+
+def test_a_step_of_no_time_teaches_nothing():
+    host = HostShare(plain_ms=0.0)
+    host.told(TRACE, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=0.0)), 0)
     assert host.share == 1.0

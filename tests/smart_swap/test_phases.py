@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.search import SmartSwap
+from mindspeed_swap.smart_swap.shapes import Shapes
 
 SHAPE = Shape(layers=4, sites_mib=(16, 32, 64), transient_mib=32, static_mib=256, optimizer_mib=32, logits_mib=16)
 TRACE = megatron_trace(SHAPE)
@@ -673,3 +675,35 @@ def test_of_many_swaps_a_few_may_be_loaded_on_demand(swaps, loads, trouble):
     assert trouble_of(StepStats(on_demand_loads=loads), plan) == trouble
     assert trouble_of(StepStats(on_demand_loads=loads, evictions=1, skipped_prefetches=2), plan) == trouble + 3
     assert trouble_of(StepStats(on_demand_loads=loads), None) == loads
+
+
+def in_shapes(rank_1: set[int], steps: int = 120, entangled: bool = False, pipelined: bool = False) -> list[SmartSwap]:
+    """Two ranks; in these steps rank 1 gets longer sequences than rank 0. The search of the common shape, of each."""
+    board, found = Board(2), [None, None]
+
+    def rank(number):
+        new = partial(SmartSwap, settles=True, pipelined=pipelined, tell=lambda text: None)
+        shapes = Shapes(CAPACITY, Policy(recomputes=entangled), None, new)
+        peers = ThreadPeers(board, number)
+        peers.entangled = entangled
+        shapes.follow(peers)
+        for step in range(steps):
+            shapes.begin(1, CAPACITY, 1 << 50)
+            other = number == 1 and step in rank_1
+            shapes.meet(1 << 24 if other else 1 << 20)
+            run(shapes.current, TRACE if step else FIRST)
+            if not other:
+                found[number] = shapes.current
+
+    on_both(rank)
+    return found
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("entangled", [False, True])
+@pytest.mark.parametrize("apart", [{2}, {4}, {7}, {9}, {11}, {3, 5}])
+def test_ranks_that_are_a_step_apart_neither_wait_for_ever_nor_stay_without_a_plan(apart, entangled, pipelined):
+    """One times its last step while another one records: what they do together then is not the same. Where ranks wait
+    for one another within layers, they time anew, together."""
+    for search_ in in_shapes(apart, entangled=entangled, pipelined=pipelined):
+        assert search_.phase is Phase.STABLE and search_.plan.swaps

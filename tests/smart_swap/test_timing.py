@@ -1,11 +1,13 @@
 """How many steps are timed, by what they take, and what of them counts."""
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, repeat
 
 import pytest
-from steps import executed, peak
+from steps import executed, peak, run
 from test_phases import CAPACITY, FIRST, SAVED, TRACE, search
+from traces import MIB
 
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.outcomes import Phase
@@ -15,7 +17,7 @@ from mindspeed_swap.smart_swap.timing import MOST, MOST_WARMING, NOISY_WINDOW, T
 def timed(timing: Timing, *took_ms: float) -> int:
     """How many of these were asked for; the last one goes on for ever."""
     for steps, each in enumerate(chain(took_ms, repeat(took_ms[-1])), 1):
-        timing.add(each if timing.times else None)
+        timing.add(0, each if timing.times else None)
         if not timing.wants_more:
             timing.over = True
             return steps
@@ -25,9 +27,9 @@ def timed(timing: Timing, *took_ms: float) -> int:
 
 @pytest.mark.parametrize("took_ms, steps, ms", [
     ((100.0, 101.0), 2, 100.5),
-    ((100.0, 102.0), 2, 101.0),
+    ((100.0, 101.5), 2, 100.75),
     ((100.0, 103.0, 101.0), 3, 101.0),
-    ((150.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0, 100.0), MOST, 100.0),
+    ((150.0, 100.0, 100.0), 3, 100.0),  # something was in its way
     ((130.0, 190.0, 140.0, 180.0, 150.0, 170.0, 160.0, 155.0, 165.0), MOST, 160.0),
 ])  # fmt: skip
 def test_as_many_as_their_noise_asks_for(took_ms, steps, ms):
@@ -64,15 +66,21 @@ def test_noisy_steps_are_compared_over_more_of_them():
 
 
 def test_one_step_where_all_stages_do_alike():
-    timing = Timing.single(2)
-    assert timed(timing, 300.0, 200.0, 100.0) == 3 and timing.ms == 100.0
+    timing = Timing.before_recorded(first=True, afresh=True, pipelined=True)
+    assert timed(timing, 400.0, 300.0, 200.0, 100.0) == 4 and timing.ms == 100.0
     assert not timing.often and timing.error_share == 0.0
+    assert timed(Timing.before_recorded(first=False, afresh=False, pipelined=True), 200.0, 100.0) == 2
+    assert timed(Timing.before_recorded(first=False, afresh=True, pipelined=True), 100.0) == 1
 
 
 def test_without_a_time_there_is_none():
     timing = Timing()
-    timing.add(None)
-    assert timing.ms is None and timing.wants_more
+    timing.add()
+    assert timing.ms is None and timing.wants_more and timing.error_share == 0.0
+    zero = Timing()
+    zero.add(0, 0.0)
+    zero.add(0, 0.0)
+    assert not zero.wants_more and zero.ms == 0.0
 
 
 def test_a_noisy_plan_is_not_chosen_for_one_fast_step():
@@ -81,18 +89,18 @@ def test_a_noisy_plan_is_not_chosen_for_one_fast_step():
     while not it.tries:
         step = (executed(TRACE, it.plan) if it.steps else FIRST) if it.next_step().record else None
         it.after_step(StepStats(saves=SAVED), step, next(noise) if it.times else None)
-    assert it.tries[0].step_ms == 119.0
+    assert it.tries[0].step_ms == 118.5
 
 
 def test_the_most_that_a_step_needed_is_of_those_that_count():
     timing = Timing(warms_up=True)
     for number, peak_bytes in enumerate([900, 800, 700, 500, 600, 500]):
-        timing.add(100.0 - number // 3, peak_bytes)
+        timing.add(0, 100.0 - number // 3, peak_bytes)
     assert not timing.wants_more and timing.peak_bytes == 600
     timing = Timing(unready=1)
     timing.add()
-    timing.add(100.0, 7)
-    timing.add(100.0, 5)
+    timing.add(0, 100.0, 7)
+    timing.add(0, 100.0, 5)
     assert timing.peak_bytes == 7 and Timing.none().peak_bytes == 0
 
 
@@ -127,3 +135,54 @@ def test_a_try_is_above_its_target_if_one_step_of_it_was():
     while it.phase is Phase.SEARCH:
         run_needing(it, more)
     assert it.tries[it._kept_try].over_bytes == 0 and it.plan is not first.plan
+
+
+@pytest.mark.parametrize("more, recorded_less", [(24, 8), (24, 40), (40, 16), (64, 64)])
+def test_another_plan_is_tried_though_the_recorded_step_needed_less(more, recorded_less):
+    """In MiB: what steps of a try needed beyond the plan, and by how much less the recorded one needed at all."""
+    it = search({"target_mode": True, "target_memory": CAPACITY}, 10 * peak(TRACE), settles=True)
+    less = [replace(point, peak_bytes=point.peak_bytes - recorded_less * MIB) for point in TRACE.points]
+    while it.phase is not Phase.STABLE:
+        warm, of = it.phase is Phase.WARM_UP, (TRACE if it.steps else FIRST)
+        step = executed(of if warm else replace(TRACE, points=less), it.plan)
+        needed = peak(executed(of, it.plan)) + (0 if warm else more * MIB)
+        timed_as = (step.step_ms, needed) if it.times else ()
+        it.after_step(StepStats(saves=SAVED), step if it.next_step().record else None, *timed_as)
+    assert it.tries[0].over_bytes > 0 and it.tries[it._kept_try].over_bytes == 0
+
+
+def test_trouble_of_timed_steps_is_trouble_of_the_plan():
+    it = search(settles=True)
+    while it.phase is Phase.WARM_UP:
+        run(it, TRACE if it.steps else FIRST)
+    while not it.tries:
+        stats = StepStats(saves=SAVED, evictions=0 if it.next_step().record else 5)
+        run(it, TRACE, stats)
+    assert it.tries[0].trouble == 5
+    timing = Timing()
+    for trouble in (0, 5, 0):
+        timing.add(trouble, 100.0)
+    assert timing.trouble == 0, "one odd step is none of the plan"
+
+
+def test_room_for_other_steps_stays_when_the_search_begins_again():
+    more = 8 * MIB
+    it = search({"target_mode": True, "target_memory": CAPACITY}, 10 * peak(TRACE), settles=True)
+    while it.phase is Phase.WARM_UP:
+        run_needing(it, more)
+    assert it._spread_bytes == more
+    while it.phase is not Phase.STABLE:
+        run_needing(it, 0)
+    while it.phase is Phase.STABLE:
+        run(it, TRACE, StepStats(saves=SAVED, evictions=1))
+    while it._afresh:
+        run_needing(it, 0)
+    assert it._spread_bytes == more
+
+
+def test_what_fits_is_told_as_that_though_steps_differ(capfd):
+    it = search({"target_mode": True, "target_memory": peak(TRACE) + MIB}, 10 * peak(TRACE), settles=True)
+    while it.phase is Phase.WARM_UP:
+        run_needing(it, 2 * MIB)
+    assert it.phase is Phase.STABLE or it.plan.text
+    assert "nothing can be moved" not in capfd.readouterr().out
