@@ -10,7 +10,6 @@ room for all that follow.
 from __future__ import annotations
 
 import sys
-import sysconfig
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +24,6 @@ def with_room(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
 
 
 _IN_CHUNKS = sys.implementation.name == "cpython" and sys.version_info >= (3, 11)
-# The room is only set aside: no page of it is touched before a frame needs it. Without the GIL it would be.
-if _IN_CHUNKS and not sysconfig.get_config_var("Py_GIL_DISABLED"):
+# The room is only set aside: no page of it is touched before a frame needs it. In a build without the GIL it would be.
+if _IN_CHUNKS and "t" not in sys.abiflags:
     with_room.__code__ = with_room.__code__.replace(co_stacksize=FRAME_SLOTS)
