@@ -146,12 +146,12 @@ class Agenda:
         for swap in self.swaps.values():
             self._releases.setdefault(swap.release, []).append(swap.key)
             self._prefetches.setdefault(swap.prefetch, []).append(swap.key)
-        # What is not done yet. Whoever does something takes it out.
-        self.releases, self.prefetches = self._releases.copy(), self._prefetches.copy()
+        # What is not done yet of a step that has begun. Whoever does something takes it out.
+        self.releases: dict[Position, list[Key]] = {}
+        self.prefetches: dict[Position, list[Key]] = {}
 
     def begun(self, plan: Plan | None) -> Agenda:
         """That of this plan, which is mostly the same, with nothing done yet."""
-        if plan is not self.plan:
-            return Agenda(plan)
-        self.releases, self.prefetches = self._releases.copy(), self._prefetches.copy()
-        return self
+        agenda = self if plan is self.plan else Agenda(plan)
+        agenda.releases, agenda.prefetches = agenda._releases.copy(), agenda._prefetches.copy()
+        return agenda

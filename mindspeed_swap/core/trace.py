@@ -216,6 +216,11 @@ class StepTrace:
         return [wait for wait in self.waits if wait.cause != RECOMPUTED]
 
     @property
+    def peak_bytes(self) -> int:
+        """The most that was measured."""
+        return max(point.peak_bytes for point in self.points)
+
+    @property
     def moving_ms(self) -> float:
         return self.points[-1].moving_ms if self.points else 0.0
 

@@ -94,7 +94,7 @@ class Listed(SmartSwap):
 
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:
         assert self.plan is not None and self.shown is not None and self._planning is not None
-        peak = max(point.peak_bytes for point in trace.points)
+        peak = trace.peak_bytes
         self._accepted_trouble = trouble_of(stats, None)
         self.tries.append(Try(self.plan, self._accepted_trouble, 0, peak, trace.step_ms, self.shown))
         self.advice = advice(self._planning, trace)

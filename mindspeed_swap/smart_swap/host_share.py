@@ -35,12 +35,10 @@ class HostShare:
             self.plain_ms = None if pressed else plain_step_ms(told)
             return told
         promised = plan.prediction
-        if promised is None:
-            return replace(retimed(trace, took_ms), host_share=self.share)
-        if not trouble and plan is not self._last:
+        if promised is not None and not trouble and plan is not self._last:
             self._learn(promised, took_ms)
             self._last = plan
-        host_ms = promised.host_ms * self.share / promised.host_share
+        host_ms = promised.host_ms * self.share / promised.host_share if promised else 0.0
         return replace(retimed(trace, took_ms, host_ms), host_share=self.share)
 
     def _learn(self, promised: Prediction, took_ms: float) -> None:

@@ -139,8 +139,7 @@ class SmartSwap:
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         if self._timing.ms is not None and not self.pipelined:
-            trouble = self._timing.trouble or trouble_of(stats, self.plan)
-            trace = self._host.told(trace, self._timing.ms, self.plan, trouble)
+            trace = self._host.told(trace, self._timing.ms, self.plan, self._trouble(stats))
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves
@@ -148,9 +147,9 @@ class SmartSwap:
         self._timing = self._new_timing()
         return changed
 
-    def _beyond(self, trace: StepTrace) -> int:
-        """What steps before the recorded one needed that it did not."""
-        return max(0, self._timing.peak_bytes - max(point.peak_bytes for point in trace.points))
+    def _trouble(self, stats: StepStats) -> int:
+        """Of the plan, in this step or in most before it."""
+        return max(self._timing.trouble, trouble_of(stats, self.plan))
 
     def _new_timing(self) -> Timing:
         if not self.settles or self.phase is Phase.STABLE:
@@ -168,8 +167,8 @@ class SmartSwap:
     # ---- with the other ranks
     def _figures(self, *own: float) -> list[float]:
         tries = 0 if self.phase is Phase.STABLE else len(self.tries)
-        timing = self._timing.steps, self._timing.over
-        state = state_of(list(Phase).index(self.phase), tries, self._afresh, *timing)
+        phase, timing = list(Phase).index(self.phase), self._timing
+        state = state_of(phase, tries, self._afresh, timing.steps, timing.over)
         return [float(self.name), state, -float(self.name), -state, *own, -float(self.host_bytes or 0)]
 
     def _agree(self, *own: float) -> Facts:
@@ -212,7 +211,7 @@ class SmartSwap:
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
         self.peak_bytes = max(memory_curve(trace, ()))
-        self._spread_bytes = max(self._spread_bytes, self._beyond(trace))
+        self._spread_bytes = max(self._spread_bytes, self._timing.beyond(trace.peak_bytes))
         soft, _ = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         # The first step allocates optimizer state: its memory is not that of the next.
         unready = not trace.has_optimizer_state or self.steps < self.policy.warmup_step
@@ -226,7 +225,7 @@ class SmartSwap:
         candidates = [record.nbytes for record in trace.saved if is_candidate(record)]
         self.warm_up = WarmUp(
             self.steps, trace.evicted_bytes, trace.stall_ms, len(trace.saved), len(candidates), sum(candidates),
-            max(point.peak_bytes for point in trace.points),
+            trace.peak_bytes,
         )  # fmt: skip
         self._decide(facts, lambda: self._first_plan(trace, facts))
         return True
@@ -281,11 +280,11 @@ class SmartSwap:
     # ---- SearchPolicy
     def _tried(self, stats: StepStats, trace: StepTrace) -> bool:
         assert self.plan is not None and self.shown is not None
-        peak = max(self._timing.peak_bytes, *(point.peak_bytes for point in trace.points))
+        peak = max(self._timing.peak_bytes, trace.peak_bytes)
         _, most = self.policy.targets(self.capacity_bytes, self.peak_bytes)
         over = 0 if self.policy.moves_all else max(0, peak - most)
         took_ms = trace.step_ms if self._timing.ms is None else self._timing.ms
-        facts = self._agree(0, max(self._timing.trouble, trouble_of(stats, self.plan)), over, peak, took_ms)
+        facts = self._agree(0, self._trouble(stats), over, peak, took_ms)
         if self._must_wait(facts):
             return False
         trouble, over = int(facts.trouble), int(facts.over)
@@ -342,7 +341,8 @@ class SmartSwap:
         tried = [each.plan.decisions for each in self.tries]
         self._learned_reserve_bytes = self._learn_reserve(facts)
         if facts.over and (promised := self.tries[-1].plan.prediction):  # it did not promise to need all it might
-            self._extra_bytes += max(0, self.tries[-1].plan.budget_bytes - promised.peak) + self._beyond(trace)
+            self._extra_bytes += max(0, self.tries[-1].plan.budget_bytes - promised.peak)
+            self._extra_bytes += self._timing.beyond(trace.peak_bytes)
         for _ in range(ROOM_TRIES):
             if facts.trouble:
                 # The step needed more than the plan thought, or the allocator could not use all of the room

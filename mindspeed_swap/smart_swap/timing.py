@@ -73,10 +73,9 @@ class Timing:
         found.append((step_ms, peak_bytes, trouble))
         if self.warms_up:
             length = WINDOW if _error_share(found[-WINDOW:]) <= ERROR_SHARE else NOISY_WINDOW
-            if len(found) < 2 * length and len(found) < MOST_WARMING:
-                return
-            before, now = _median(found[-2 * length : -length]), _median(found[-length:])
-            if now >= (1 - WARMING_SHARE) * before or len(found) >= MOST_WARMING:
+            before, now = found[-2 * length : -length], found[-length:]
+            settled = len(before) == length and _median(now) >= (1 - WARMING_SHARE) * _median(before)
+            if settled or len(found) >= MOST_WARMING:
                 self.warms_up = False
                 del found[:-length]
 
@@ -95,6 +94,10 @@ class Timing:
     def peak_bytes(self) -> int:
         """The most that one of them needed. 0: not known."""
         return max((peak for _, peak, _ in self._found), default=0)
+
+    def beyond(self, peak_bytes: int) -> int:
+        """What one of them needed above that."""
+        return max(0, self.peak_bytes - peak_bytes)
 
     @property
     def trouble(self) -> int:
