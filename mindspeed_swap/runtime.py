@@ -19,6 +19,7 @@ from mindspeed_swap.core.accelerator import get_accelerator, prepare_device
 from mindspeed_swap.core.accelerator.cpu_binding import bind_cpu
 from mindspeed_swap.core.accelerator.watch import OOM_HOOK, may_hook
 from mindspeed_swap.core.host_budget import host_budget
+from mindspeed_swap.core.host_pace import HostPace
 from mindspeed_swap.core.host_pool import HostPool
 from mindspeed_swap.core.link import COPY_OVERHEAD_MS, Link, probe_link, warn_if_slow
 from mindspeed_swap.core.oom_guard import OomGuard
@@ -91,6 +92,7 @@ class Runtime:
         self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
         self._reserved: Plan | None = None  # the last plan that host memory was page-locked for
+        self._pace = HostPace()
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
         if self._options.adaptive and self._accelerator.name != "sim":
             index = int(os.environ.get("LOCAL_RANK", "0"))
@@ -134,6 +136,8 @@ class Runtime:
             self._keep_owned()
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
+        if self.shapes.current.times:
+            self._pace.begin()
         if self.shapes.vary:
             self.manager.begin_step()
         else:
@@ -160,10 +164,11 @@ class Runtime:
     def _keep_owned(self) -> None:
         self.manager.movable.keep_on_device(with_gradients(self._owned))
 
-    def _measured(self) -> tuple[float, int]:
-        """How long the step took, and the most memory it needed. (What overlaps asks for peaks of its own.)"""
+    def _measured(self) -> tuple[float, int, bool]:
+        """How long the step took, the most memory it needed, and whether the host was undisturbed. (What overlaps asks
+        for peaks of its own.)"""
         peak_bytes = 0 if self._overlap else self._accelerator.take_interval().peak_bytes
-        return self.manager.clock.step_ms(), peak_bytes
+        return self.manager.clock.step_ms(), peak_bytes, self._pace.end()
 
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None
@@ -231,6 +236,10 @@ class Runtime:
         if not (self.in_step and self.names_modules):
             return function(*args, **kwargs)
         return self.manager.calls.call(name, function, args, kwargs, **how)
+
+    def kept(self, function: Callable[[], Any]) -> Any:
+        """As of the manager's calls."""
+        return self.manager.calls.kept(function) if self.in_step else function()
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""

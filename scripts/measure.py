@@ -13,13 +13,15 @@ import json
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed_swap import runtime
+from mindspeed_swap.core.host_pace import HostPace
+from mindspeed_swap.smart_swap.outcomes import Phase
 
 LOSS = "lm loss"
 
@@ -32,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="write memory, times, losses and hashes of the result there, one JSON per rank ({rank} is replaced)",
     )
     group.add_argument("--measure-no-hashes", action="store_true", help="large models take minutes to hash")
+    group.add_argument(
+        "--measure-until",
+        nargs=2,
+        type=int,
+        metavar=("AFTER", "STEPS"),
+        help="end the run after so many undisturbed steps, none of a search and none of the first AFTER; one rank only",
+    )
     return parser
 
 
@@ -41,16 +50,20 @@ class Measurement:
     ``static``: at the step's first forward; ``held``: most at the end of a microbatch's forward, less static.
     ``resident``, ``reserved``, ``pinned``: once the step is over; if they rise from step to step, something leaks.
     ``phases``: the step up to the optimizer's step (forward_backward) and that step itself. ``forward_ms`` and
-    ``backward_ms``: device time, all microbatches; waits for other ranks are in neither.
+    ``backward_ms``: device time, all microbatches; waits for other ranks are in neither. ``undisturbed``: before the
+    step and after it the host was as fast as it can be. ``settled``: it is none of the first ones, and of no search.
     """
 
-    def __init__(self, file: str, hashes: bool = True) -> None:
+    def __init__(self, file: str, hashes: bool = True, until: Sequence[int] = ()) -> None:
+        """``until``: as of --measure-until."""
+        self._unsettled, self._undisturbed_steps = until or (0, 0)
         self._file = file
         self._hashes = hashes
         self._phases: dict[str, dict[str, int]] = {}
         self._spans: dict[str, list[tuple[Any, Any]]] = {"forward_ms": [], "backward_ms": []}
         self._steps: list[dict[str, Any]] = []
         self._peak_before_steps = 0
+        self._pace = HostPace()
         self._ended: float | None = None  # when the last step was over and its numbers taken
         self._static: int | None = None
         self._held: int | None = None
@@ -74,12 +87,14 @@ class Measurement:
             torch.cuda.reset_peak_memory_stats()
             self._static = self._held = None
             self._phases = {}
+            settled = len(self._steps) >= self._unsettled and not searches()
             for spans in self._spans.values():
                 spans.clear()
             start = self._ended or time.perf_counter()
             result = function(*args, **kwargs)
             torch.cuda.current_stream().synchronize()
             seconds = time.perf_counter() - start
+            undisturbed = self._pace.end()
             self._end_phase("rest" if "optimizer" in self._phases else "forward_backward")
             self._steps.append(
                 {
@@ -89,12 +104,18 @@ class Measurement:
                     "static_bytes": self._static,
                     "held_bytes": self._held,
                     "seconds": seconds,
+                    "undisturbed": undisturbed,
+                    "settled": settled,
                     "resident_bytes": resident_bytes(),
                     "reserved_bytes": torch.cuda.memory_reserved(),
                     "pinned_bytes": pinned_bytes(),
                     "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
                 }
             )
+            found = sum(step["undisturbed"] and step["settled"] for step in self._steps)
+            if 0 < self._undisturbed_steps <= found:
+                raise SystemExit(0)
+            self._pace.begin()
             self._ended = time.perf_counter()
             return result
 
@@ -183,17 +204,23 @@ def host_memory() -> dict[str, int | None]:
     return {"resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "torch_pinned_bytes": pinned}
 
 
+def searches() -> bool:
+    """The next step is one of a search for a plan."""
+    search = runtime.get().smart_swap if runtime.started() else None
+    return search is not None and search.phase is not Phase.STABLE
+
+
 def pinned_bytes() -> int:
     """Page-locked by mindspeed_swap now, for swapped tensors."""
     return runtime.get().pool.pinned_bytes if runtime.started() else 0
 
 
-def start(file: str, hashes: bool = True) -> Measurement:
+def start(file: str, hashes: bool = True, until: Sequence[int] = ()) -> Measurement:
     """Wrap Megatron's step. Call once, after the arguments have been parsed, before pretrain."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
-    measurement = Measurement(file, hashes)
+    measurement = Measurement(file, hashes, until)
     training.setup_model_and_optimizer = measurement.setup(training.setup_model_and_optimizer)
     training.train_step = measurement.step(training.train_step)
     schedules.forward_step = measurement.forward(schedules.forward_step)

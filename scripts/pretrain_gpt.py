@@ -116,7 +116,8 @@ def main() -> None:
     sdpa = os.environ.get("SDPA", "1" if args.transformer_impl == "local" else "0")
     if sdpa == "1" and args.attention_backend is not AttnBackend.unfused:
         sdpa_attention.use_sdpa(args.transformer_impl)
-    measurement = measure.start(args.measure_file, not args.measure_no_hashes) if args.measure_file else None
+    how = not args.measure_no_hashes, args.measure_until or ()
+    measurement = measure.start(args.measure_file, *how) if args.measure_file else None
     configuration = next(iter(inspect.signature(pretrain).parameters))
     by_name = {  # the order differs between versions
         configuration: pretrain_cfg_container_from_args(args),

@@ -39,6 +39,8 @@ Identity = tuple[int, int]
 Name = int | weakref.ref[Dropped]
 # Told of a module called while a call runs again: its arguments, whether it must not. A value: what it returns, unrun.
 OnModule = Callable[[tuple[Any, Any], bool], tuple[Any] | None]
+# Gives what was kept, in its order.
+Replay = Callable[[], Any]
 
 
 def packed_state(state: torch.Tensor) -> bytes:
@@ -123,6 +125,7 @@ class Call:
         self._answers: dict[int, tuple[list[Any], Any, Any]] = {}
         self._needed = 0
         self.gave: set[int] = set()  # storages of these, which are kept: the call has not made them
+        self.kept: list[Any] = []  # what is not asked of the device again
         leaves, self._spec = tree_flatten(arguments)
         self._leaves = self._held(leaves)
         self._function = function
@@ -197,10 +200,11 @@ class Call:
         unpack: Callable[[Packed], torch.Tensor],
         find: Callable[[Name], SavedTensor | Dropped | None],
         give: Callable[[SavedTensor | Dropped, torch.Tensor], None],
-        watch: Callable[[OnModule], AbstractContextManager[None]],
+        watch: Callable[[OnModule, Replay], AbstractContextManager[None]],
     ) -> None:
         """Hands every tensor that is still wanted, which ``find`` tells by its name, to ``give``. ``watch`` has a
-        function told of every module called inside. Raises RuntimeError if the forward differs from the first time."""
+        function told of every module called inside, and one asked for what was kept. Raises RuntimeError if the forward
+        differs from the first time."""
 
         def free(leaves: list[Any]) -> list[Any]:
             made: dict[int, torch.Tensor] = {}
@@ -220,7 +224,12 @@ class Call:
             return {place: some for place, some in found if some}
 
         by_save, by_input, by_output = wanted(self._by_save), wanted(self._by_input), wanted(self._by_output)
-        saves, entries = count(), count()
+        saves, entries, kept = count(), count(), iter(self.kept)
+
+        def replay() -> Any:
+            for value in kept:
+                return value
+            raise RuntimeError(self._differs())
 
         def settle(some: Iterable[SavedTensor | Dropped], tensor: torch.Tensor) -> None:
             for saved in some:
@@ -247,7 +256,7 @@ class Call:
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, _never)
         grad = torch.set_grad_enabled(self._has_grad)
-        with self._random.restored(self._random_state), self._autocast(), grad, hooks, watch(enter):
+        with self._random.restored(self._random_state), self._autocast(), grad, hooks, watch(enter, replay):
             try:
                 with may_stop(args):
                     outputs = tensors(self._function(*args, **kwargs))

@@ -16,10 +16,10 @@ from mindspeed_swap.core.trace import Key, SavedRecord, StepTrace
 NEGLIGIBLE_MS = 1e-6
 _NEVER = float("inf")
 # What a tensor that is moved takes the host beyond one that is kept, as it leaves and as it comes back. It shows as far
-# as the device waits for the host in that phase: not there and then, but at the next point where it does. In a loop of
-# nothing else it is a tenth of that; between the small kernels of experts (H200, plan on and off within one process)
-# 28 to 31 tensors of 90 MB take 18 to 44 ms of a step, half of that even if nothing is copied.
-MOVE_HOST_MS = 0.75
+# as the device waits for the host in that phase: not there and then, but at the next point where it does. That is three
+# times what it takes in a loop of nothing else (H200, between the small kernels of experts, in a step of 140 ms: 18 to
+# 22 tensors do not show, 29 take 4 ms). Where the host is slower, tries tell by how much (host_share.py).
+MOVE_HOST_MS = 0.25
 # What happens at one point, in this order.
 _RELEASE, _PREFETCH, _READ, _RUN, _SAVE = range(5)
 

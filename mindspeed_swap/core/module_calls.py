@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, may_stop, tensors
+from mindspeed_swap.core.again import Call, OnModule, Produced, RandomState, Replay, may_stop, tensors
 from mindspeed_swap.core.frame_room import with_room
 from mindspeed_swap.core.module_state import ModuleState, keepers_in
 from mindspeed_swap.core.plan import Plan
@@ -34,8 +34,9 @@ class ModuleCalls:
         self._call: Call | None = None  # of those, the one whose forward runs
         self._around: Call | None = None  # one in which a module runs that will not run again with it
         self._produced = Produced()
-        # Told of module calls while one runs again.
+        # Told of module calls while one runs again; asked for what it has kept.
         self._on_module: OnModule | None = None
+        self._replay: Replay | None = None
         self._runs_again = 0  # how many are running, one inside the other
 
     def follow(self, plan: Plan | None, borders: bool, observed: bool) -> None:
@@ -101,6 +102,16 @@ class ModuleCalls:
             recorder.took_since(start)
         return result
 
+    def kept(self, function: Callable[[], Any]) -> Any:
+        """``function()``: small, on the host, the same each time, and slow to come by, as a number that the device is
+        asked for. A call that runs again does not ask again."""
+        if self._replay is not None:
+            return self._replay()
+        result = function()
+        if self._call is not None:
+            self._call.kept.append(result)
+        return result
+
     def _run_within(
         self, outer: Call | None, key: ModuleKey, function: Callable[..., Any], args: Sequence[Any],
         kwargs: Mapping[str, Any], keeps_outputs: bool, once: bool,
@@ -159,6 +170,7 @@ class ModuleCalls:
             self._runs_again += 1
             measured = manager.recorder if self._runs_again == 1 else None
             if measured:
+                ran, waits = manager.stats.recomputed_calls, measured.waits
                 earlier, before = accelerator.take_interval(), accelerator.record(accelerator.compute_stream())
             try:
                 with span("recompute of", call.key):
@@ -169,15 +181,17 @@ class ModuleCalls:
             manager.stats.recomputed_calls += 1
             if measured:
                 after = accelerator.record(accelerator.compute_stream())
-                measured.recomputed(call.key, before, after, earlier, accelerator.take_interval())
+                alone = manager.stats.recomputed_calls == ran + 1 and measured.waits == waits
+                measured.recomputed(call.key, before, after, earlier, accelerator.take_interval(), alone=alone)
 
     @contextmanager
-    def _watching(self, enter: OnModule) -> Iterator[None]:
-        outer, self._on_module = self._on_module, enter
+    def _watching(self, enter: OnModule, replay: Replay) -> Iterator[None]:
+        outer = self._on_module, self._replay
+        self._on_module, self._replay = enter, replay
         try:
             yield
         finally:
-            self._on_module = outer
+            self._on_module, self._replay = outer
 
     # ---- for the hooks of the manager
     @property

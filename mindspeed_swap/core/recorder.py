@@ -81,6 +81,7 @@ class Recorder:
         self._gone: dict[Key, int] = {}  # dropped ones: the point at which they were found gone
         self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
         self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
+        self._again: dict[ModuleKey, tuple[Event, Event]] = {}  # modules that ran again, and waited for nothing
         self._operators: list[tuple[str, int, Event, Event]] = []  # name, next point, before, after
         self._again_peak = 0  # of running modules again, since the last point
         self._before_again: Interval | None = None  # what had been measured of that interval before
@@ -234,10 +235,18 @@ class Recorder:
     ) -> list[tuple[torch.Tensor, SavedRecord | None]]:
         return [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in found]
 
+    @property
+    def waits(self) -> int:
+        """How many there were so far."""
+        return len(self._waits)
+
     def recomputed(
-        self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval
+        self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval, *, alone: bool
     ) -> None:
-        """A module ran again between the two events. Its peak is kept apart from what the interval needs anyway."""
+        """A module ran again between the two events; ``alone``: it waited for no copy, and no other one ran within it.
+        Its peak is kept apart from what the interval needs anyway."""
+        if alone:
+            self._again[call] = before, after
         self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTED, before, after))
         self._again_peak = max(self._again_peak, interval.peak_bytes)
         known = self._before_again or earlier
@@ -312,4 +321,7 @@ class Recorder:
             elif record.died is None:
                 record.movable, record.reason = False, "outlives the step"
         trace.modules = self.modules.finish(trace, self._gone)
+        for module in trace.modules:
+            if (events := self._again.get(module.key)) is not None:
+                module.again_ms = self._accelerator.elapsed_ms(*events)
         return trace

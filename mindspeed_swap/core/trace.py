@@ -125,6 +125,7 @@ class ModuleRecord:
     keeps: list[Key]  # saved storages among its inputs: on the device when it runs again
     input_bytes: int = 0  # of inputs that nobody saves: kept from ``end`` until the point after it has run again
     rerun_bytes: int | None = None  # most that it needs while it runs again, beyond its inputs and all of ``frees``
+    again_ms: float | None = None  # it did run again, and took the device so long
 
 
 @dataclass(slots=True)

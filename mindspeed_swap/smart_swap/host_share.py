@@ -1,8 +1,8 @@
 """HostShare: how much of what a plan's moves are expected to take the host shows in this run. Pure.
 
-Where the device waits for the host (experts), one plan of 30 moves made a step 20 ms longer in one run and took nothing
-in another one (H200, lanes.py has the figure of the first): the host was as fast again there. So the first plan reckons
-with the worst that was measured, and each try tells those after it what it really was.
+Where the device waits for the host (experts), moves took three times as long in one run as in another one (H200, one
+plan each): so fast was the host there. The first plan reckons with what is usual (lanes.py), or it would avoid moves,
+and nothing would tell that they cost less; each try tells those after it what it really was.
 """
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mindspeed_swap.core.trace import StepTrace
 # Below this part of a step, what moves take cannot be told from noise.
 LEAST_TOLD_SHARE = 0.02
 # Nothing is taken to be quite free: of two plans of equal times the one that moves less is to be chosen.
-LEAST_SHARE = 0.05
+LEAST_SHARE = 0.15
+# The most that was met: three times, and some more.
+MOST_SHARE = 4.0
 
 
 @dataclass(slots=True)
@@ -45,6 +47,6 @@ class HostShare:
         if self.plain_ms is None or promised.host_ms <= LEAST_TOLD_SHARE * self.plain_ms:
             return
         beyond_ms = took_ms - self.plain_ms - promised.stall_ms - promised.recompute_ms
-        shown = min(1.0, max(LEAST_SHARE, promised.host_share * beyond_ms / promised.host_ms))
+        shown = min(MOST_SHARE, max(LEAST_SHARE, promised.host_share * beyond_ms / promised.host_ms))
         self.share = (self._tries * self.share + shown) / (self._tries + 1)
         self._tries += 1

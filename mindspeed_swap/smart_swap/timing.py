@@ -9,23 +9,35 @@ steps of the same plan that are not recorded, and these are timed: retime.py tel
 How many, the workload says. Of dense layers two that follow one another differ by half a percent. Between the small
 kernels of experts the host is what takes time, and steps differ by a tenth, for no reason of theirs (H200: 130 to 190
 ms of one plan): there the median of more is worth something, and a plan that is 3 % faster is not to be told otherwise.
-And there the first steps take twice what the thirtieth does, as kernels are chosen for shapes that experts have not
-met: nothing is planned before steps no longer get shorter.
+Those in which the host was slower than it can be (host_pace.py) then do not count, if there are others. And there the
+first steps take twice what the thirtieth does, as kernels are chosen for shapes that experts have not met: nothing is
+planned before steps no longer get shorter.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
+from typing import NamedTuple
 
-# The steps that count, at least and at most; enough are those whose median is known to this share.
-LEAST, MOST = 2, 9
+# The steps that count at least, and that are timed at most; enough are those whose median is known to this share.
+LEAST, MOST = 2, 12
 # In a pipeline: the last of so many, of the first ones of a run.
 FIRST_PIPELINED = 4
 ERROR_SHARE = 0.01
 # Steps no longer get shorter when the median of so many (of more, where they differ) is within this share of that of as
 # many before them. So long this is waited for.
 WINDOW, NOISY_WINDOW, WARMING_SHARE, MOST_WARMING = 3, 8, 0.03, 32
+
+
+class Timed(NamedTuple):
+    """A step: how long it took, the most bytes that it needed (0: not known), what went wrong (outcomes.py), and
+    whether the host was as fast as it can be."""
+
+    ms: float
+    peak_bytes: int
+    trouble: int
+    undisturbed: bool
 
 
 @dataclass(slots=True)
@@ -38,7 +50,7 @@ class Timing:
     warms_up: bool = False  # steps may get shorter, for as long as MOST_WARMING
     steps: int = 0  # so far
     over: bool = False
-    _found: list[tuple[float, int, int]] = field(default_factory=list)
+    _found: list[Timed] = field(default_factory=list)
 
     @classmethod
     def none(cls) -> Timing:
@@ -63,14 +75,15 @@ class Timing:
         """More than one step was timed."""
         return len(self._found) > 1
 
-    def add(self, trouble: int = 0, step_ms: float | None = None, peak_bytes: int = 0) -> None:
-        """Of a step: what went wrong (outcomes.py), and if it ``times`` how long it took and the most bytes that it
-        needed (0: not known)."""
+    def add(
+        self, trouble: int = 0, step_ms: float | None = None, peak_bytes: int = 0, undisturbed: bool = True
+    ) -> None:
+        """A step, as of Timed. ``step_ms``: if it ``times``."""
         self.steps += 1
         if step_ms is None:
             return
         found = self._found
-        found.append((step_ms, peak_bytes, trouble))
+        found.append(Timed(step_ms, peak_bytes, trouble, undisturbed))
         if self.warms_up:
             length = WINDOW if _error_share(found[-WINDOW:]) <= ERROR_SHARE else NOISY_WINDOW
             before, now = found[-2 * length : -length], found[-length:]
@@ -86,14 +99,22 @@ class Timing:
         return len(self._found) < self.most and self.error_share > ERROR_SHARE
 
     @property
+    def _counted(self) -> list[Timed]:
+        """All, where they do not differ: then it does not matter what the host did."""
+        undisturbed = [each for each in self._found if each.undisturbed]
+        if len(undisturbed) < self.least or _error_share(self._found) <= ERROR_SHARE:
+            return self._found
+        return undisturbed
+
+    @property
     def ms(self) -> float | None:
         """What a step takes. None: none was timed."""
-        return _median(self._found) if self._found else None
+        return _median(self._counted) if self._found else None
 
     @property
     def peak_bytes(self) -> int:
         """The most that one of them needed. 0: not known."""
-        return max((peak for _, peak, _ in self._found), default=0)
+        return max((each.peak_bytes for each in self._found), default=0)
 
     def beyond(self, peak_bytes: int) -> int:
         """What one of them needed above that."""
@@ -102,26 +123,25 @@ class Timing:
     @property
     def trouble(self) -> int:
         """Of most of them at least."""
-        return median_low(trouble for _, _, trouble in self._found) if self._found else 0
+        return median_low(each.trouble for each in self._found) if self._found else 0
 
     @property
     def error_share(self) -> float:
         """To what part of it ``ms`` is known. 0 where one step cannot tell."""
-        return _error_share(self._found)
+        return _error_share(self._counted)
 
 
-_Found = Sequence[tuple[float, int, int]]
 # Of the median of what differs from a median by chance, to make it a standard deviation.
 _DEVIATIONS = 1.4826
 
 
-def _median(found: _Found) -> float:
-    return median(ms for ms, _, _ in found)
+def _median(found: Sequence[Timed]) -> float:
+    return median(each.ms for each in found)
 
 
-def _error_share(found: _Found) -> float:
+def _error_share(found: Sequence[Timed]) -> float:
     """By the median of differences: one step that took twice as long says nothing of the others."""
     middle = _median(found) if found else 0.0
     if not middle or len(found) < 2:
         return 0.0
-    return _DEVIATIONS * median(abs(ms - middle) for ms, _, _ in found) / len(found) ** 0.5 / middle
+    return _DEVIATIONS * median(abs(each.ms - middle) for each in found) / len(found) ** 0.5 / middle

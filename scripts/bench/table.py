@@ -26,12 +26,14 @@ _HEAD = f"""# Benchmarks
 Made by `scripts/bench/table.py` from the result files that `scripts/bench/run.py` wrote. Every figure is measured.
 
 Each point is a training run in a process of its own; at least its last {COUNTED_STEPS} steps count, none of which
-belongs to a search. Step: median, with the quartiles. Times are compared within one machine only: ratios are to the
-plain run of the same one. Peak: most bytes that the allocator had handed out up to the optimizer's step (in it: the
-next column), reserved: what it had taken from the device. Held: at the end of a microbatch's forward, without what is
-there between steps. Of several ranks, the one that needs most. Host: most memory that the processes had resident,
-with what of pinned memory the system counts; pinned: most that our pool used on one rank, or that torch's host
-allocator handed out. All use the same optimizer kernel (Transformer Engine's, else torch's fused one).
+belongs to a search. Step: median, with the quartiles; where there are {COUNTED_STEPS} in which the host was as fast as
+it can be (a loop before and after each step tells: on a virtual machine others use the same cores), of these. Times are
+compared within one machine only: ratios are to the plain run of the same one. Peak: most bytes that the allocator had
+handed out up to the optimizer's step (in it: the next column), reserved: what it had taken from the device. Held: at
+the end of a microbatch's forward, without what is there between steps. Of several ranks, the one that needs most. Host:
+most memory that the processes had resident, with what of pinned memory the system counts; pinned: most that our pool
+used on one rank, or that torch's host allocator handed out. All use the same optimizer kernel (Transformer Engine's,
+else torch's fused one).
 """
 
 

@@ -1,6 +1,7 @@
 """Trains one point in processes of its own, and makes the record of it from what they wrote."""
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,13 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lower_bound import recompute_options
 from points import OURS, Point
-from workloads import GPU, SIM, Workload
+from workloads import COUNTED_STEPS, GPU, SIM, Workload
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = {GPU: "pretrain_gpt_gpu.sh", SIM: "pretrain_gpt_sim.sh"}
@@ -73,6 +74,8 @@ class Run:
         command += ["--measure-file", f"{self._folder}/measured.{{rank}}.json"]
         # Where Megatron logs it waits for all of the device, copies included: not after each step.
         command += ["--log-interval", str(job.steps)]
+        if workload.undisturbed_steps:
+            command += ["--measure-until", str(workload.warm_up_steps), str(workload.undisturbed_steps)]
         if point.group == OURS:
             command += ["--swap-report-dir", str(self._folder)]
         settings |= {"PROGRAM": str(HERE / "train_point.py"), "BENCH_GATE": str(self._gate)}
@@ -115,7 +118,7 @@ class Run:
             why = why_it_failed(lines) or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
         ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
-        record = self._record | {"ok": True, "why": ""} | figures(ranks, self.job.workload.counted_steps)
+        record = self._record | {"ok": True, "why": ""} | figures(ranks, counted_steps(self.job.workload, ranks))
         record |= _ours(self._folder, len(ranks), self.job.point)
         return record | self.job.inspect(self._folder) if self.job.inspect else record
 
@@ -157,27 +160,44 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def counted_steps(workload: Workload, ranks: list[dict[str, Any]]) -> int:
+    if not workload.undisturbed_steps:
+        return workload.counted_steps
+    return sum(1 for _ in itertools.takewhile(lambda step: step["settled"], ranks[0]["steps"][::-1]))
+
+
 def figures(ranks: list[dict[str, Any]], counted_steps: int) -> dict[str, Any]:
-    """Of the last steps of all ranks, which count: the slowest rank's times, the largest memory."""
+    """Of the last steps of all ranks, which count: the slowest rank's times, the largest memory. Times: of those in
+    which no rank's host was disturbed (host_pace.py), if they are enough; else of all."""
     counted = [rank["steps"][-counted_steps:] for rank in ranks]
-    steps_ms = [1000 * max(step["seconds"] for step in steps) for steps in zip(*counted, strict=True)]
+    together = list(zip(*counted, strict=True))
+    steps_ms = [1000 * max(step["seconds"] for step in steps) for steps in together]
     every = [step for steps in counted for step in steps]
+    undisturbed = [all(step["undisturbed"] for step in steps) for steps in together]
+    timed = undisturbed if sum(undisturbed) >= COUNTED_STEPS else [True] * len(together)
+
+    def of_timed(values: Iterable[float]) -> list[float]:
+        return list(itertools.compress(values, timed))
+
+    def device_ms(phase: str) -> float:
+        return statistics.median(of_timed(max(step[phase] for step in steps) for steps in together))
 
     def most(kind: str, phase: str) -> int:
         return max(step["phases"].get(phase, {}).get(kind, 0) for step in every)
 
     losses = [step["loss"] for rank in ranks for step in rank["steps"] if step["loss"] is not None]
-    quarters = statistics.quantiles(steps_ms, n=4)
+    quarters = statistics.quantiles(of_timed(steps_ms), n=4)
     return {
         "steps_ms": [round(ms, 3) for ms in steps_ms],
+        "undisturbed": undisturbed,
         "uncounted_ms": [
             round(1000 * max(step["seconds"] for step in steps), 3)
             for steps in zip(*(rank["steps"][:-counted_steps] for rank in ranks), strict=True)
         ],
-        "step_ms": statistics.median(steps_ms),
+        "step_ms": statistics.median(of_timed(steps_ms)),
         "spread_ms": [quarters[0], quarters[2]],
-        "forward_ms": statistics.median(max(s["forward_ms"] for s in steps) for steps in zip(*counted, strict=True)),
-        "backward_ms": statistics.median(max(s["backward_ms"] for s in steps) for steps in zip(*counted, strict=True)),
+        "forward_ms": device_ms("forward_ms"),
+        "backward_ms": device_ms("backward_ms"),
         "peak_bytes": {phase: most("allocated_bytes", phase) for phase in ("forward_backward", "optimizer")},
         "peak_reserved_bytes": max(most("reserved_bytes", p) for p in ("forward_backward", "optimizer", "rest")),
         "held_bytes": max(step["held_bytes"] for step in every),

@@ -99,6 +99,30 @@ def test_transformer_engine(tmp_path, feature, share, most_held):
     check(tmp_path, SMALL | TE_LAYERS, (), {feature.replace("FILE", str(configuration)): (share, most_held)})
 
 
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-ffn-hidden-size 704 "
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mlp", "layer"])
+def test_experts_run_again_without_asking_for_their_token_counts_again(tmp_path, name):
+    few, flags = {**SMALL, "LAYERS": "3", "HIDDEN": "1024", "HEADS": "8", "SEQ": "4096"}, tuple(EXPERTS.split())
+    adaptive = (*flags, "--adaptive-memory-optimization")
+    file = tmp_path / "plan.json"
+    train(tmp_path, "searched", few | {"ITERS": "60"}, (*adaptive, "--swap-plan-save", str(file)))
+    saved = json.loads(file.read_text())
+    (plan,) = saved["plans"].values()
+    plan["recomputes"] = [{"key": [0, 0, layer, name], "nbytes": 1, "forward_ms": 1.0} for layer in (1, 2, 3)]
+    saved["plans"] = dict.fromkeys(saved["plans"], plan)
+    file.write_text(json.dumps(saved))
+    (plain,) = train(tmp_path, "plain", few, flags)
+    (again,) = train(tmp_path, "again", few, (*adaptive, "--swap-plan", str(file)))
+    assert again["sha256"] == plain["sha256"]
+    assert [step["loss"] for step in again["steps"]] == [step["loss"] for step in plain["steps"]]
+    assert again["steps"][-1]["held_bytes"] < 0.8 * plain["steps"][-1]["held_bytes"]
+
+
 @needs_two
 @pytest.mark.parametrize(
     ("settings", "flags"),

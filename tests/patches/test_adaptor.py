@@ -141,7 +141,9 @@ def test_activating_installs_the_rest_and_remove_undoes_all():
     )
     lines = out.splitlines()
     assert lines[0].startswith("[mindspeed_swap] host memory: 1 rank x ")
-    patched = "backward checkpoint forward forward_step maybe_move_tensor_to_cpu step train_step"
+    patched = (
+        "_maybe_dtoh_and_synchronize backward checkpoint forward forward_step maybe_move_tensor_to_cpu step train_step"
+    )
     assert lines[1] == str(sorted([*patched.split(), "add_megatron_arguments", "parse_args", "validate_args"]))
     assert lines[2] == "[] 1"
 

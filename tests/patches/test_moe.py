@@ -1,4 +1,6 @@
 """Megatron's token counts are asked of the accelerator, and as Megatron itself does where it has no way of its own."""
+import inspect
+
 import numpy
 import pytest
 import torch
@@ -64,3 +66,54 @@ def test_removed_it_is_as_before():
     assert token_dispatcher.maybe_move_tensor_to_cpu is not before
     installed.remove()
     assert token_dispatcher.maybe_move_tensor_to_cpu is before is moe_utils.maybe_move_tensor_to_cpu
+
+
+class Dispatcher:
+    """Moves at one point and waits at a later one, as Megatron's does."""
+
+    cuda_dtoh_point = "before_permutation_1"
+
+    def __init__(self):
+        self.splits, self.d2h_event, self.seen = torch.arange(3), None, []
+
+    def _maybe_dtoh_and_synchronize(self, point, tokens=None):
+        if point == self.cuda_dtoh_point:
+            self.seen.append("moved")
+            tokens, self.splits, self.d2h_event = tokens.tolist(), self.splits.tolist(), object()
+        elif point == "before_finish":
+            self.seen.append(self.d2h_event)
+        return tokens
+
+
+class Keeping:
+    """A runtime in which the call runs again from the second time on."""
+
+    def __init__(self):
+        self.found = []
+
+    def kept(self, function):
+        if not self.found:
+            self.found.append(function())
+        return self.found[0]
+
+
+def test_a_layer_that_runs_again_does_not_move_them_again(monkeypatch):
+    keeping, installed = Keeping(), Installed()
+    monkeypatch.setattr(runtime, "get", lambda: keeping)
+    installed.wrap(Dispatcher, "_maybe_dtoh_and_synchronize", moe._maybe_dtoh_and_synchronize)
+    first, again = Dispatcher(), Dispatcher()
+    for dispatcher in (first, again):
+        tokens = dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", torch.tensor([5, 6]))
+        assert tokens == [5, 6] and dispatcher.splits == [0, 1, 2]
+        assert dispatcher._maybe_dtoh_and_synchronize("before_finish", tokens) is tokens
+    assert first.seen == ["moved", first.d2h_event] and again.seen == [first.d2h_event]
+    installed.remove()
+
+
+def test_megatrons_dispatcher_is_as_it_is_taken_to_be(patched):
+    """The point is an attribute of it, and is what the method is told first."""
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    assert hasattr(dispatcher._maybe_dtoh_and_synchronize, "__wrapped__")
+    source = inspect.getsource(dispatcher)
+    assert "point == self.cuda_dtoh_point" in source and "self.cuda_dtoh_point = " in source
+    assert list(inspect.signature(dispatcher._maybe_dtoh_and_synchronize).parameters)[:2] == ["self", "point"]
