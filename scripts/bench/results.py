@@ -63,12 +63,15 @@ class Results:
         return {name: record for name in self.names(workload) if (record := self.latest(workload, name))}
 
     def ratio(self, workload: str, point: str, to: str = PLAIN) -> float | None:
-        """Median of (its step time / the other's on the same machine)."""
+        """Median of (its step time / the other's on the same machine, of the runs next before and after it: what else a
+        machine has to do changes from minute to minute)."""
         ratios = []
         for run in self.runs(workload, point):
-            others = [other["step_ms"] for other in self.runs(workload, to) if other["machine"] == run["machine"]]
+            others = [other for other in self.runs(workload, to) if other["machine"] == run["machine"]]
+            before = [other["step_ms"] for other in others if other["when"] <= run["when"]]
+            after = [other["step_ms"] for other in others if other["when"] > run["when"]]
             if others:
-                ratios.append(run["step_ms"] / statistics.median(others))
+                ratios.append(run["step_ms"] / statistics.mean(before[-1:] + after[:1]))
         return statistics.median(ratios) if ratios else None
 
     def step_ms(self, workload: str, point: str) -> float | None:

@@ -78,6 +78,9 @@ class Call:
             here = [run for run in results.runs(name, reference) if run["machine"] == self.machine["id"]]
             if reference in points and not here and reference not in self.tried:
                 return self._job(points[reference])
+        others = self._since_plain(running)
+        if PLAIN in points and others >= self.args.plain_every > 0:
+            return self._job(points[PLAIN])
         patterns = self.args.points
         wanted = [p for p in points.values() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns)]
         for point in wanted:
@@ -90,11 +93,16 @@ class Call:
             counts[running.point.name] += 1
         least = min(counts.values(), default=0)
         if least >= self.args.rounds:
-            return None
+            return self._job(points[PLAIN]) if PLAIN in points and others and self.args.plain_every else None
         # Each round begins elsewhere: what comes first or last in a call is not always the same point.
         first = least * len(wanted) // self.args.rounds
         rotated = wanted[first:] + wanted[:first]
         return next((self._job(point) for point in rotated if counts[point.name] == least), None)
+
+    def _since_plain(self, running: Job | None) -> int:
+        """How many other points this call has run since the last plain run."""
+        names = [record["point"] for record in self.added] + ([running.point.name] if running else [])
+        return names[::-1].index(PLAIN) if PLAIN in names else len(names)
 
     def _job(self, point: Point) -> Job:
         return Job(self.workload, point, functools.partial(self._keep_trace, point) if self.args.traces else None)
@@ -180,6 +188,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--known", type=Path, action="append", default=[], help="folders of results of other calls")
     parser.add_argument("--points", default="*", help="patterns, with commas between them (default: all)")
     parser.add_argument("--references", default=f"{PLAIN},{FULL}", help="points that every machine runs first")
+    parser.add_argument("--plain-every", type=int, default=0, metavar="N", help="plain again after every N points "
+                        "and at the end, as times are compared with those next to them (default: once)")  # fmt: skip
     parser.add_argument("--minutes", type=float, default=9.0, help="no point is begun that would not be over by then")
     parser.add_argument("--device", choices=(GPU, SIM), default=GPU)
     parser.add_argument("--rounds", type=int, default=1, help="how often each point is to be run, over all calls")

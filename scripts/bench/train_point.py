@@ -4,12 +4,29 @@ Settings, from the environment: BENCH_PLUGIN (a file of competitors/), BENCH_PLU
 but imports before it is there). With --swap-report-dir, what the report predicts of a plan before the first step that
 executes it is kept in predictions.json beside it.
 """
+import contextlib
 import functools
 import json
 import os
 import sys
 import time
 from pathlib import Path
+
+# While another point trains: what this process imports is not to take cores from it, or its caches. (On a virtual
+# machine two of them may be threads of one core.)
+GATE = os.environ.get("BENCH_GATE")
+CPUS = sorted(os.sched_getaffinity(0))
+
+
+def keep_to(cpus: list[int]) -> None:
+    """All threads, those that libraries have started as well."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cpus)
+
+
+if GATE and not os.path.exists(GATE):
+    keep_to([CPUS[-1 - int(os.environ.get("LOCAL_RANK", "0")) % len(CPUS)]])
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -49,12 +66,12 @@ GATE_SECONDS = 900.0  # longer than any point trains: nobody is left to open it
 
 
 def wait_for_gate() -> None:
-    gate = os.environ.get("BENCH_GATE")
     ends = time.monotonic() + GATE_SECONDS
-    while gate and not os.path.exists(gate):
+    while GATE and not os.path.exists(GATE):
         if time.monotonic() > ends:
-            sys.exit(f"{gate} has not come")
+            sys.exit(f"{GATE} has not come")
         time.sleep(0.02)
+    keep_to(CPUS)
 
 
 def keep_predictions() -> None:

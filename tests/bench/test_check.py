@@ -181,3 +181,12 @@ def test_the_code_is_named_by_what_is_in_it(tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "ROOT", tmp_path)
         names.append(machine.versions()["mindspeed-swap"])
     assert names[0] != names[1] == names[2] and names[0].startswith("0.")
+
+
+def test_times_are_compared_with_the_plain_runs_next_to_them(tmp_path):
+    """What else a machine has to do changes."""
+    order = [plain("A", 100.0), record("A", "full", 150.0, **FULL), plain("A", 200.0), record("A", "swap@0.90", 220.0),
+             plain("A", 200.0), record("A", "swap@0.80", 100.0)]  # fmt: skip
+    write(tmp_path, [each | {"when": f"2026-01-01T00:00:0{number}"} for number, each in enumerate(order)])
+    results = read([tmp_path], "gpu")
+    assert [results.ratio("A", name) for name in ("full", "swap@0.90", "swap@0.80")] == [1.0, 1.1, 0.5]
