@@ -136,7 +136,7 @@ class Runtime:
             self._keep_owned()
         self._models, self._optimizer = models, optimizer
         self._microbatches.clear()
-        if self.shapes.current.times:
+        if self.shapes.vary or self.shapes.current.times:
             self._pace.begin()
         if self.shapes.vary:
             self.manager.begin_step()
@@ -164,11 +164,11 @@ class Runtime:
     def _keep_owned(self) -> None:
         self.manager.movable.keep_on_device(with_gradients(self._owned))
 
-    def _measured(self) -> tuple[float, int, bool]:
-        """How long the step took, the most memory it needed, and whether the host was undisturbed. (What overlaps asks
-        for peaks of its own.)"""
+    def _measured(self) -> tuple[float, int, float]:
+        """How long the step took, the most memory it needed, and how slow the host was. (What overlaps asks for peaks
+        of its own.)"""
         peak_bytes = 0 if self._overlap else self._accelerator.take_interval().peak_bytes
-        return self.manager.clock.step_ms(), peak_bytes, self._pace.end()
+        return self.manager.clock.step_ms(), peak_bytes, self._pace.slowness(self._pace.end())
 
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None
@@ -239,7 +239,7 @@ class Runtime:
 
     def kept(self, function: Callable[[], Any]) -> Any:
         """As of the manager's calls."""
-        return self.manager.calls.kept(function) if self.in_step else function()
+        return self.manager.calls.kept(function) if self.in_step and self.names_modules else function()
 
     def recomputed(self) -> Any:
         """A checkpointed part of the model: it saves its inputs after it has run."""

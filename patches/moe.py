@@ -17,6 +17,11 @@ from mindspeed_swap import runtime
 from mindspeed_swap.patches.registry import Installed, in_place_of
 
 _NAME = "maybe_move_tensor_to_cpu"
+# What it moves, or makes as it does.
+_MOVED = (
+    "input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "num_global_tokens_per_local_expert",
+    "d2h_event",
+)  # fmt: skip
 _DISPATCHER, _MOVES = "MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize"
 
 
@@ -39,7 +44,8 @@ def _maybe_dtoh_and_synchronize(original: Any, self: Any, point: str, *args: Any
     def move() -> tuple[Any, dict[str, Any]]:
         before = dict(vars(self))
         found = original(self, point, *args, **kwargs)
-        return found, {name: value for name, value in vars(self).items() if before.get(name) is not value}
+        after = vars(self).items()
+        return found, {name: value for name, value in after if name in _MOVED or before.get(name) is not value}
 
     found, moved = runtime.get().kept(move)
     vars(self).update(moved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from mindspeed_swap import runtime
-from mindspeed_swap.core.host_pace import HostPace
+from mindspeed_swap.core.host_pace import MOST_SLOWNESS, HostPace
 from mindspeed_swap.smart_swap.outcomes import Phase
 
 LOSS = "lm loss"
@@ -50,8 +51,9 @@ class Measurement:
     ``static``: at the step's first forward; ``held``: most at the end of a microbatch's forward, less static.
     ``resident``, ``reserved``, ``pinned``: once the step is over; if they rise from step to step, something leaks.
     ``phases``: the step up to the optimizer's step (forward_backward) and that step itself. ``forward_ms`` and
-    ``backward_ms``: device time, all microbatches; waits for other ranks are in neither. ``undisturbed``: before the
-    step and after it the host was as fast as it can be. ``settled``: it is none of the first ones, and of no search.
+    ``backward_ms``: device time, all microbatches; waits for other ranks are in neither. ``pace_ms``: what a
+    loop of the host takes, before the step or after it; ``undisturbed``: no more than where nothing is in its way.
+    ``settled``: it is none of the first steps, and of no search.
     """
 
     def __init__(self, file: str, hashes: bool = True, until: Sequence[int] = ()) -> None:
@@ -94,7 +96,7 @@ class Measurement:
             result = function(*args, **kwargs)
             torch.cuda.current_stream().synchronize()
             seconds = time.perf_counter() - start
-            undisturbed = self._pace.end()
+            pace_ms = self._pace.end()
             self._end_phase("rest" if "optimizer" in self._phases else "forward_backward")
             self._steps.append(
                 {
@@ -104,7 +106,7 @@ class Measurement:
                     "static_bytes": self._static,
                     "held_bytes": self._held,
                     "seconds": seconds,
-                    "undisturbed": undisturbed,
+                    "pace_ms": pace_ms,
                     "settled": settled,
                     "resident_bytes": resident_bytes(),
                     "reserved_bytes": torch.cuda.memory_reserved(),
@@ -112,14 +114,24 @@ class Measurement:
                     "loss": float(result[0][LOSS]) if result[0] else None,  # the last pipeline stage has it
                 }
             )
-            found = sum(step["undisturbed"] and step["settled"] for step in self._steps)
-            if 0 < self._undisturbed_steps <= found:
-                raise SystemExit(0)
+            if self._undisturbed_steps:
+                self._judge()
+                if sum(step["undisturbed"] for step in self._settled()) >= self._undisturbed_steps:
+                    raise SystemExit(0)
             self._pace.begin()
             self._ended = time.perf_counter()
             return result
 
         return train_step
+
+    def _settled(self) -> list[dict[str, Any]]:
+        """The last steps: none of a search, or before one."""
+        return list(itertools.takewhile(lambda step: step["settled"], self._steps[::-1]))
+
+    def _judge(self) -> None:
+        """How fast the host can be is known better with every step."""
+        for step in self._steps:
+            step["undisturbed"] = self._pace.slowness(step["pace_ms"]) <= MOST_SLOWNESS
 
     def forward(self, function: Callable) -> Callable:
         def forward_step(*args: Any, **kwargs: Any) -> Any:
@@ -166,11 +178,13 @@ class Measurement:
     # ---- result
     def write(self) -> None:
         """Hash what the run ended with and write the file. Hashing copies to the host, tensor by tensor."""
+        self._judge()
         peak = max([self._peak_before_steps, *(step["peak_bytes"] for step in self._steps)])
         report = {
             "iterations": len(self._steps),
             "peak_bytes": peak,
             "steps": self._steps,
+            "settled_steps": len(self._settled()),
             "host": host_memory(),
         }
         if self._hashes:
@@ -220,6 +234,8 @@ def start(file: str, hashes: bool = True, until: Sequence[int] = ()) -> Measurem
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
+    if until and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise SystemExit("--measure-until: of one rank only, as others would wait for the one that ends first")
     measurement = Measurement(file, hashes, until)
     training.setup_model_and_optimizer = measurement.setup(training.setup_model_and_optimizer)
     training.train_step = measurement.step(training.train_step)

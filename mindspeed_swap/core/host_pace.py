@@ -7,32 +7,40 @@ of the plan that they ran.
 """
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from heapq import nsmallest
 from time import perf_counter
 
 _TURNS = 4000  # 0.1 ms
-# Within that of the fastest loop so far, the host is as fast as it can be.
+# Within that of the fastest loops, the host is as fast as it can be.
 MOST_SLOWNESS = 1.25
+# The fastest of so many count, and of these not the first ones, which may be faster than any that follow.
+_KEPT, _FASTEST = 256, 3
 
 
 class HostPace:
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self._clock = clock
-        self._least = float("inf")  # that the loop has taken
-        self._begun = 0.0
+        self._loops_ms: deque[float] = deque(maxlen=_KEPT)
+        self._begun_ms = 0.0
 
     def begin(self) -> None:
         """Of a step."""
-        self._begun = self._loop()
+        self._begun_ms = self._loop()
 
-    def end(self) -> bool:
-        """Of the step. True if the host was as fast as it can be, before it and after it."""
-        return max(self._begun, self._loop()) <= MOST_SLOWNESS * self._least
+    def end(self) -> float:
+        """Of the step. What the loop takes, before it or after it, whichever is more."""
+        return max(self._begun_ms, self._loop())
+
+    def slowness(self, loop_ms: float) -> float:
+        """``loop_ms``, as of ``end``, as a ratio to what it takes where nothing is in its way, as far as is known."""
+        return loop_ms / max(nsmallest(_FASTEST, self._loops_ms))
 
     def _loop(self) -> float:
         start = self._clock()
         for _ in range(_TURNS):
             pass
-        took = self._clock() - start
-        self._least = min(self._least, took)
+        took = 1000 * (self._clock() - start)
+        self._loops_ms.append(took)
         return took

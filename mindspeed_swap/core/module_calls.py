@@ -104,7 +104,7 @@ class ModuleCalls:
 
     def kept(self, function: Callable[[], Any]) -> Any:
         """``function()``: small, on the host, the same each time, and slow to come by, as a number that the device is
-        asked for. A call that runs again does not ask again."""
+        asked for. A call that runs again does not ask again. It must not raise."""
         if self._replay is not None:
             return self._replay()
         result = function()

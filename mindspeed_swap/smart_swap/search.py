@@ -132,8 +132,8 @@ class SmartSwap:
             return self._watch(stats)
         if not self._timing.over:
             self._timing.add(trouble_of(stats, self.plan), *timed)
-            facts = self._agree(self._timing.wants_more, 0, 0, 0, 0)
-            self._timing.over = not facts.unready
+            facts = self._agree(self._timing.wants_more, 0, 0, 0, self._timing.slowness)
+            self._timing.agree(not facts.unready, facts.step_ms)
             if facts.apart:
                 self._timing = self._new_timing()
             return False

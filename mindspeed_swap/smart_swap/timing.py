@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import NamedTuple
 
+from mindspeed_swap.core.host_pace import MOST_SLOWNESS
+
 # The steps that count at least, and that are timed at most; enough are those whose median is known to this share.
 LEAST, MOST = 2, 12
 # In a pipeline: the last of so many, of the first ones of a run.
@@ -31,13 +33,17 @@ WINDOW, NOISY_WINDOW, WARMING_SHARE, MOST_WARMING = 3, 8, 0.03, 32
 
 
 class Timed(NamedTuple):
-    """A step: how long it took, the most bytes that it needed (0: not known), what went wrong (outcomes.py), and
-    whether the host was as fast as it can be."""
+    """A step: how long it took, the most bytes that it needed (0: not known), what went wrong (outcomes.py), and how
+    much slower than it can be the host was (1: not at all)."""
 
     ms: float
     peak_bytes: int
     trouble: int
-    undisturbed: bool
+    slowness: float
+
+    @property
+    def undisturbed(self) -> bool:
+        return self.slowness <= MOST_SLOWNESS
 
 
 @dataclass(slots=True)
@@ -76,14 +82,14 @@ class Timing:
         return len(self._found) > 1
 
     def add(
-        self, trouble: int = 0, step_ms: float | None = None, peak_bytes: int = 0, undisturbed: bool = True
+        self, trouble: int = 0, step_ms: float | None = None, peak_bytes: int = 0, slowness: float = 1.0
     ) -> None:
         """A step, as of Timed. ``step_ms``: if it ``times``."""
         self.steps += 1
         if step_ms is None:
             return
         found = self._found
-        found.append(Timed(step_ms, peak_bytes, trouble, undisturbed))
+        found.append(Timed(step_ms, peak_bytes, trouble, slowness))
         if self.warms_up:
             length = WINDOW if _error_share(found[-WINDOW:]) <= ERROR_SHARE else NOISY_WINDOW
             before, now = found[-2 * length : -length], found[-length:]
@@ -96,15 +102,28 @@ class Timing:
     def wants_more(self) -> bool:
         if self.steps < self.unready or self.warms_up or len(self._found) < self.least:
             return True
-        return len(self._found) < self.most and self.error_share > ERROR_SHARE
+        one_more = 0 < len(self._undisturbed) < self.least  # some say how long it takes, and others something else
+        return len(self._found) < self.most and (one_more or self.error_share > ERROR_SHARE)
+
+    @property
+    def slowness(self) -> float:
+        """Of the last step, as far as it is known."""
+        return self._found[-1].slowness if self._found else 1.0
+
+    def agree(self, over: bool, slowness: float) -> None:
+        """All ranks: whether no rank wants more, and of the slowest host in the last step, which others waited for."""
+        self.over = over
+        if self._found:
+            self._found[-1] = self._found[-1]._replace(slowness=slowness)
+
+    @property
+    def _undisturbed(self) -> list[Timed]:
+        return [each for each in self._found if each.undisturbed]
 
     @property
     def _counted(self) -> list[Timed]:
-        """All, where they do not differ: then it does not matter what the host did."""
-        undisturbed = [each for each in self._found if each.undisturbed]
-        if len(undisturbed) < self.least or _error_share(self._found) <= ERROR_SHARE:
-            return self._found
-        return undisturbed
+        undisturbed = self._undisturbed
+        return undisturbed if len(undisturbed) >= self.least else self._found
 
     @property
     def ms(self) -> float | None:

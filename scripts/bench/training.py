@@ -118,7 +118,9 @@ class Run:
             why = why_it_failed(lines) or f"exit code {code}"
             return self._record | {"ok": False, "why": why, "log": lines[-LOG_LINES:]}
         ranks = [json.loads((self._folder / f"measured.{n}.json").read_text()) for n in range(self.job.workload.ranks)]
-        record = self._record | {"ok": True, "why": ""} | figures(ranks, counted_steps(self.job.workload, ranks))
+        if not (counted := counted_steps(self.job.workload, ranks)):
+            return self._record | {"ok": False, "why": "the search was not over"}
+        record = self._record | {"ok": True, "why": ""} | figures(ranks, counted)
         record |= _ours(self._folder, len(ranks), self.job.point)
         return record | self.job.inspect(self._folder) if self.job.inspect else record
 
@@ -161,9 +163,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def counted_steps(workload: Workload, ranks: list[dict[str, Any]]) -> int:
+    """0: those after the search are too few."""
     if not workload.undisturbed_steps:
         return workload.counted_steps
-    return sum(1 for _ in itertools.takewhile(lambda step: step["settled"], ranks[0]["steps"][::-1]))
+    settled = min(rank["settled_steps"] for rank in ranks)
+    return settled if settled >= COUNTED_STEPS else 0
 
 
 def figures(ranks: list[dict[str, Any]], counted_steps: int) -> dict[str, Any]:

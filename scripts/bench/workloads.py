@@ -18,7 +18,7 @@ WARM_UP_STEPS = 4
 SEARCH_STEPS = 46
 # Experts: steps get shorter for as many, as kernels are chosen for shapes that they have not met; WarmUp may be 45, and
 # a try 14, as steps differ by a tenth.
-NOISY_WARM_UP_STEPS, NOISY_SEARCH_STEPS = 40, 140
+NOISY_WARM_UP_STEPS, NOISY_SEARCH_STEPS = 40, 160
 # No step is timed, so each try is one.
 SIM_SEARCH_STEPS = 12
 

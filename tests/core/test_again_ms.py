@@ -37,6 +37,23 @@ def test_where_forward_waited_for_the_host_the_device_had_less_to_do(backward_wa
     assert after == pytest.approx([left * each for each in before])
 
 
+def test_only_what_waits_within_the_module_counts():
+    """``waits_for_host`` at a point speaks of what follows it."""
+    trace = replace(waiting(megatron_trace(SHAPE), False), forward_waits=0.0)
+    before, module = prices(trace), modules_of(trace)[1]
+    begin, end, times = module.record.begin, module.record.end, [point.time_ms for point in trace.points]
+    assert end > begin + 1
+
+    def price(*waiting: int) -> float:
+        points = [replace(point, waits_for_host=i in waiting) for i, point in enumerate(trace.points)]
+        return prices(replace(trace, points=points))[1]
+
+    assert price(begin - 1, end) == pytest.approx(before[1])
+    waited = (times[begin + 1] - times[begin]) / (times[end] - times[begin])
+    assert 0.0 < waited < 1.0
+    assert price(begin) == pytest.approx(before[1] * (1 - HOSTS_SHARE * waited))
+
+
 def test_one_that_ran_again_took_what_it_took():
     trace = megatron_trace(SHAPE)
     modules = [module.record for module in modules_of(waiting(trace, True))]

@@ -106,7 +106,7 @@ EXPERTS = (
 
 
 @pytest.mark.parametrize("name", ["mlp", "layer"])
-def test_experts_run_again_without_asking_for_their_token_counts_again(tmp_path, name):
+def test_experts_run_again_with_the_same_bits(tmp_path, name):
     few, flags = {**SMALL, "LAYERS": "3", "HIDDEN": "1024", "HEADS": "8", "SEQ": "4096"}, tuple(EXPERTS.split())
     adaptive = (*flags, "--adaptive-memory-optimization")
     file = tmp_path / "plan.json"

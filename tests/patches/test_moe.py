@@ -1,5 +1,6 @@
 """Megatron's token counts are asked of the accelerator, and as Megatron itself does where it has no way of its own."""
 import inspect
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -10,6 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from mindspeed_swap import runtime
+from mindspeed_swap.options import Options
 from mindspeed_swap.patches import moe
 from mindspeed_swap.patches.registry import Installed
 
@@ -117,3 +119,39 @@ def test_megatrons_dispatcher_is_as_it_is_taken_to_be(patched):
     source = inspect.getsource(dispatcher)
     assert "point == self.cuda_dtoh_point" in source and "self.cuda_dtoh_point = " in source
     assert list(inspect.signature(dispatcher._maybe_dtoh_and_synchronize).parameters)[:2] == ["self", "point"]
+
+
+class Splitting(Dispatcher):
+    """What it sets may be what is there already."""
+
+    def _maybe_dtoh_and_synchronize(self, point, tokens=None):
+        if point == self.cuda_dtoh_point:
+            self.num_out_tokens = int(tokens.max())
+        return tokens.tolist()
+
+
+def test_what_was_there_already_is_put_back_too(monkeypatch):
+    """Three microbatches through one dispatcher; then the second runs again."""
+    kept, installed, dispatcher = [], Installed(), Splitting()
+    installed.wrap(Splitting, "_maybe_dtoh_and_synchronize", moe._maybe_dtoh_and_synchronize)
+    keeping = SimpleNamespace(kept=lambda function: kept.append(function()) or kept[-1])
+    monkeypatch.setattr(runtime, "get", lambda: keeping)
+    for counts in ([3, 5], [5, 2], [1, 9]):
+        dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", torch.tensor(counts))
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(kept=lambda function: kept[1]))
+    again = dispatcher._maybe_dtoh_and_synchronize("before_permutation_1", torch.tensor([5, 2]))
+    assert again == [5, 2] and dispatcher.num_out_tokens == 5
+    installed.remove()
+
+
+def test_without_plans_it_is_the_plain_call(monkeypatch):
+    """As of --virtual-optimizer alone: there is no manager."""
+    monkeypatch.setenv("MINDSPEED_SWAP_DEVICE", "sim")
+    running = runtime.Runtime(Options(False, 1.0, None, "m", virtual_optimizer=SimpleNamespace()), 1 << 30)
+    installed = Installed()
+    installed.wrap(Dispatcher, "_maybe_dtoh_and_synchronize", moe._maybe_dtoh_and_synchronize)
+    monkeypatch.setattr(runtime, "get", lambda: running)
+    with running.step([], None, 1):
+        assert Dispatcher()._maybe_dtoh_and_synchronize("before_permutation_1", torch.tensor([5, 6])) == [5, 6]
+    installed.remove()
+    running.close()

@@ -10,6 +10,7 @@ from mindspeed_swap.core.lanes import MOVE_HOST_MS
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import simulate
 from mindspeed_swap.core.solve import floor, solve
+from mindspeed_swap.core.trace import ModuleKey, ModuleRecord
 from mindspeed_swap.smart_swap.host_share import LEAST_SHARE, MOST_SHARE, HostShare
 
 SHAPE = Shape(layers=4, sites_mib=(16, 32, 64), transient_mib=32, static_mib=256, optimizer_mib=32, logits_mib=16)
@@ -81,6 +82,34 @@ def test_without_a_plain_step_or_moves_that_count_nothing_is_learned():
     tried(host, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=0.01 * PLAIN_MS)))
     tried(host, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=0.0)))
     assert host.share == 1.0
+
+
+def test_few_moves_that_take_long_are_learned_from():
+    host = learned()
+    tried(host, 0.06 * PLAIN_MS, replace(PLAN, prediction=replace(PROMISED, host_ms=0.015 * PLAIN_MS)))
+    assert host.share == pytest.approx(4.0)
+
+
+def test_one_fast_try_is_not_the_last_word():
+    host, expected = learned(), 0.07 * PLAIN_MS
+    tried(host, 0.0, replace(PLAN, prediction=replace(PROMISED, host_ms=expected)))
+    assert host.share == pytest.approx(LEAST_SHARE)
+    promised = replace(PROMISED, host_ms=LEAST_SHARE * expected, host_share=LEAST_SHARE)
+    tried(host, expected, replace(PLAN, prediction=promised))
+    assert host.share == pytest.approx((LEAST_SHARE + 1.0) / 2)
+
+
+def test_what_ran_again_in_one_try_is_known_in_the_next():
+    key = ModuleKey(0, 0, 1, "mlp")
+    host, module = learned(), ModuleRecord(key, 5.0, 0, 1, [], [])
+
+    def told(**measured: float) -> ModuleRecord:
+        trace = replace(TRACE, modules=[replace(module, **measured)])
+        return host.told(trace, PLAIN_MS, PLAN, 0).modules[0]
+
+    assert told().again_ms is None
+    assert told(again_ms=2.0).again_ms == told().again_ms == 2.0
+    assert told(again_ms=3.0).again_ms == told().again_ms == 3.0
 
 
 def test_a_plan_is_told_by_the_share_that_it_was_made_with():

@@ -9,6 +9,7 @@ from steps import executed, peak, run
 from test_phases import CAPACITY, FIRST, SAVED, TRACE, search
 from traces import MIB
 
+from mindspeed_swap.core.host_pace import MOST_SLOWNESS
 from mindspeed_swap.core.step import StepStats
 from mindspeed_swap.smart_swap.outcomes import Phase
 from mindspeed_swap.smart_swap.timing import MOST, MOST_WARMING, NOISY_WINDOW, Timing
@@ -38,19 +39,53 @@ def test_as_many_as_their_noise_asks_for(took_ms, steps, ms):
     assert timing.often and not timing.times
 
 
-def added(*steps: tuple[float, bool]) -> Timing:
-    timing = Timing()
+SLOW = 1.01 * MOST_SLOWNESS
+
+
+def add(timing: Timing, ms: float, undisturbed: bool) -> None:
+    assert timing.wants_more
+    timing.add(0, ms, 0, MOST_SLOWNESS if undisturbed else SLOW)
+
+
+def added(*steps: tuple[float, bool], **how: bool) -> Timing:
+    timing = Timing(**how)
     for ms, undisturbed in steps:
-        assert timing.wants_more
-        timing.add(0, ms, 0, undisturbed)
+        add(timing, ms, undisturbed)
     return timing
 
 
 def test_steps_of_a_slower_host_do_not_count():
     timing = added((150.0, False), (160.0, False), (100.0, True), (155.0, False))
     assert timing.wants_more and timing.ms == 152.5, "one that counts is not enough"
-    timing.add(0, 100.5, 0, True)
+    add(timing, 100.5, True)
     assert not timing.wants_more and timing.ms == 100.25 and timing.error_share < 0.01
+
+
+def test_not_even_where_they_are_most():
+    """A host is slow for some ten steps at a time, and they are alike."""
+    timing = added((100.0, True), (150.0, False), (150.5, False))
+    add(timing, 100.0, True)
+    assert not timing.wants_more and timing.ms == 100.0
+    timing = Timing(warms_up=True)
+    for ms, undisturbed in [(150.0, False), (140.0, False), (100.0, True), (150.0, False), (150.2, False)]:
+        add(timing, ms, undisturbed)
+    add(timing, 100.1, True)
+    assert not timing.warms_up
+    add(timing, 100.0, True)
+    assert not timing.wants_more and timing.ms == pytest.approx(100.05)
+
+
+def test_a_rank_waits_for_the_slowest_host():
+    """So its own steps were slower too, though its own host was not."""
+    ours, theirs = Timing(), Timing()
+    steps = [(100.0, True), (150.0, False), (151.0, False), (100.2, True)]
+    for ms, undisturbed in steps:
+        add(ours, ms, undisturbed)
+        theirs.add(0, ms, 0, 1.0)
+        slowest = max(ours.slowness, theirs.slowness)
+        for each in (ours, theirs):
+            each.agree(not (ours.wants_more or theirs.wants_more), slowest)
+    assert ours.over and theirs.over and ours.ms == theirs.ms == pytest.approx(100.1)
 
 
 def test_where_steps_do_not_differ_the_host_does_not_matter():
@@ -66,7 +101,7 @@ def test_a_host_that_is_never_as_fast_as_it_can_be():
 def test_a_pipeline_does_not_wait_for_the_host():
     timing = Timing.before_recorded(first=False, afresh=False, pipelined=True)
     timing.add()
-    timing.add(0, 150.0, 0, False)
+    add(timing, 150.0, False)
     assert not timing.wants_more and timing.ms == 150.0
 
 
