@@ -168,10 +168,10 @@ class ModuleCalls:
                 return  # another thread was faster
             outer, manager.scope = manager.scope, None  # layers and modules inside are not new ones
             self._runs_again += 1
-            measured = manager.recorder if self._runs_again == 1 else None
-            if measured:
-                ran, waits = manager.stats.recomputed_calls, measured.waits
-                earlier, before = accelerator.take_interval(), accelerator.record(accelerator.compute_stream())
+            recorder, outermost = manager.recorder, self._runs_again == 1
+            if recorder:
+                earlier = accelerator.take_interval() if outermost else None
+                begin = recorder.here(accelerator.record(accelerator.compute_stream()))
             try:
                 with span("recompute of", call.key):
                     with_room(call.run, manager.fetch, manager.live.dropped, manager.give, self._watching)
@@ -179,10 +179,11 @@ class ModuleCalls:
                 self._runs_again -= 1
                 manager.scope = outer
             manager.stats.recomputed_calls += 1
-            if measured:
-                after = accelerator.record(accelerator.compute_stream())
-                alone = manager.stats.recomputed_calls == ran + 1 and measured.waits == waits
-                measured.recomputed(call.key, before, after, earlier, accelerator.take_interval(), alone=alone)
+            if recorder:
+                end = recorder.here(accelerator.record(accelerator.compute_stream()))
+                recorder.ran_again(call.key, begin, end)
+                if earlier is not None:
+                    recorder.recomputed(call.key, earlier, accelerator.take_interval())
 
     @contextmanager
     def _watching(self, enter: OnModule, replay: Replay) -> Iterator[None]:

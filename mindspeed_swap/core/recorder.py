@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +55,14 @@ def is_sole_holder(saved: SavedTensor, sole_count: int) -> bool:
     return not saved.held_elsewhere()
 
 
+class Here(NamedTuple):
+    """A place in the stream, and how many waits for copies and second runs had been by then."""
+
+    event: Event
+    waits: int
+    again: int
+
+
 class Recorder:
     """Builds the trace of one step. The manager reports; nothing here changes what it does.
 
@@ -81,7 +90,7 @@ class Recorder:
         self._gone: dict[Key, int] = {}  # dropped ones: the point at which they were found gone
         self._copies: list[tuple[Key, int, bool, Event, Event]] = []  # ..., to the host, before, after
         self._waits: list[tuple[Key, int, str, Event, Event]] = []  # ..., next point, cause, before, after
-        self._again: dict[ModuleKey, tuple[Event, Event]] = {}  # modules that ran again, and waited for nothing
+        self._again: list[tuple[ModuleKey, Here, Here]] = []  # modules that ran again, inner ones first: begin, end
         self._operators: list[tuple[str, int, Event, Event]] = []  # name, next point, before, after
         self._again_peak = 0  # of running modules again, since the last point
         self._before_again: Interval | None = None  # what had been measured of that interval before
@@ -235,19 +244,17 @@ class Recorder:
     ) -> list[tuple[torch.Tensor, SavedRecord | None]]:
         return [(tensor, self._records.get(saved.serial) if saved else None) for tensor, saved in found]
 
-    @property
-    def waits(self) -> int:
-        """How many there were so far."""
-        return len(self._waits)
+    def here(self, event: Event) -> Here:
+        """Where a module begins to run again, or ends; perhaps within another one."""
+        return Here(event, len(self._waits), len(self._again))
 
-    def recomputed(
-        self, call: ModuleKey, before: Event, after: Event, earlier: Interval, interval: Interval, *, alone: bool
-    ) -> None:
-        """A module ran again between the two events; ``alone``: it waited for no copy, and no other one ran within it.
-        Its peak is kept apart from what the interval needs anyway."""
-        if alone:
-            self._again[call] = before, after
-        self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTED, before, after))
+    def ran_again(self, call: ModuleKey, begin: Here, end: Here) -> None:
+        self._again.append((call, begin, end))
+
+    def recomputed(self, call: ModuleKey, earlier: Interval, interval: Interval) -> None:
+        """That one did, within no other one. Its peak is kept apart from what the interval needs anyway."""
+        _, begin, end = self._again[-1]
+        self._waits.append((Key(*call[:3], 0), self._next, RECOMPUTED, begin.event, end.event))
         self._again_peak = max(self._again_peak, interval.peak_bytes)
         known = self._before_again or earlier
         self._before_again = Interval(
@@ -321,7 +328,16 @@ class Recorder:
             elif record.died is None:
                 record.movable, record.reason = False, "outlives the step"
         trace.modules = self.modules.finish(trace, self._gone)
+        again_ms = self._again_ms()
         for module in trace.modules:
-            if (events := self._again.get(module.key)) is not None:
-                module.again_ms = self._accelerator.elapsed_ms(*events)
+            module.again_ms = again_ms.get(module.key)
         return trace
+
+    def _again_ms(self) -> dict[ModuleKey, float]:
+        """What each took by itself: without waits for copies, and without those that ran within it."""
+        found: list[float] = []
+        for _, begin, end in self._again:
+            waited = sum(self._accelerator.elapsed_ms(*wait[3:]) for wait in self._waits[begin.waits : end.waits])
+            took = self._accelerator.elapsed_ms(begin.event, end.event)
+            found.append(max(0.0, took - waited - sum(found[begin.again : end.again])))
+        return dict(zip((call for call, _, _ in self._again), found, strict=True))

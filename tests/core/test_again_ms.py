@@ -10,7 +10,8 @@ from traces import Shape, megatron_trace
 
 from mindspeed_swap.core.plan import Swap
 from mindspeed_swap.core.recompute import CALL_HOST_MS, DROP_HOST_MS, HOSTS_SHARE, modules_of
-from mindspeed_swap.core.trace import BACKWARD, StepTrace
+from mindspeed_swap.core.recorder import Recorder
+from mindspeed_swap.core.trace import BACKWARD, RECOMPUTED, StepTrace
 
 SHAPE = Shape(layers=4, sites_mib=(16, 32, 64), transient_mib=32, static_mib=256, optimizer_mib=32, logits_mib=16)
 
@@ -75,19 +76,47 @@ def test_it_is_measured_in_a_recorded_step(sim):
     assert sorted(found.values()) == pytest.approx(sorted(waits))
 
 
-def test_not_where_it_waited_for_a_copy_or_another_ran_within_it(sim):
+def test_each_by_itself_where_one_runs_within_another(sim):
     model, manager = Blocks(4), new_manager(sim)
     trace = model.step(manager, record=True).trace
     plan = plan_of(trace, "norm", "mlp", layers=(3,))  # the mlp asks for what the norm makes
     outcome = model.step(manager, plan, record=True)
-    assert outcome.stats.recomputed_calls == 2 and all(m.again_ms is None for m in outcome.trace.modules)
+    found = {m.key.name: m.again_ms for m in outcome.trace.modules if m.again_ms is not None}
+    (wait,) = outcome.trace.waits
+    assert outcome.stats.recomputed_calls == 2 and found.keys() == {"norm", "mlp"} and min(found.values()) > 0.0
+    assert sum(found.values()) == pytest.approx(wait.end_ms - wait.start_ms)
+
+
+class Slow:
+    """A device on which each event is a millisecond after the one before."""
+
+    def elapsed_ms(self, before: int, after: int) -> float:
+        return float(after - before)
+
+
+def test_without_what_it_waits_for():
+    recorder = Recorder.__new__(Recorder)
+    recorder._accelerator, recorder._waits, recorder._again = Slow(), [(None, 0, "USE_AFTER_LOAD", 0, 50)], []
+    outer = recorder.here(100)
+    recorder._waits.append((None, 0, "USE_AFTER_LOAD", 110, 115))
+    inner = recorder.here(120)
+    recorder._waits.append((None, 0, "USE_AFTER_LOAD", 121, 128))
+    recorder.ran_again("inner", inner, recorder.here(130))
+    recorder.ran_again("outer", outer, recorder.here(200))
+    recorder.ran_again("next", recorder.here(300), recorder.here(301))
+    assert recorder._again_ms() == {"inner": 3.0, "outer": 100.0 - 5.0 - 7.0 - 3.0, "next": 1.0}
+
+
+def test_an_input_that_comes_late_is_none_of_its_time(sim):
+    model, manager = Blocks(4), new_manager(sim)
+    trace = model.step(manager, record=True).trace
     (norm,) = (m for m in trace.modules if m.key.layer == 3 and m.key.name == "norm")
-    plan = plan_of(trace, "norm", layers=(3,))
-    points = trace.points
+    plan, points = plan_of(trace, "norm", layers=(3,)), trace.points
     read = next(i for i, p in enumerate(points) if p.position.phase == BACKWARD and p.position.layer == 3)
     (kept,) = norm.keeps
     record = next(r for r in trace.saved if r.key == kept)
     swap = Swap(kept, record.nbytes, points[record.last_use + 1].position, points[read].position)
     again = model.step(manager, replace(plan, swaps=(swap,)), record=True).trace
-    assert any(wait.cause != "RECOMPUTE" for wait in again.waits)
-    assert all(module.again_ms is None for module in again.modules)
+    (ran,) = (wait.end_ms - wait.start_ms for wait in again.waits if wait.cause == RECOMPUTED)
+    (module,) = (m for m in again.modules if m.again_ms is not None)
+    assert module.key == norm.key and 0.0 < module.again_ms <= ran
