@@ -102,8 +102,7 @@ class Timing:
     def wants_more(self) -> bool:
         if self.steps < self.unready or self.warms_up or len(self._found) < self.least:
             return True
-        one_more = 0 < len(self._undisturbed) < self.least  # some say how long it takes, and others something else
-        return len(self._found) < self.most and (one_more or self.error_share > ERROR_SHARE)
+        return len(self._found) < self.most and (self._torn or self.error_share > ERROR_SHARE)
 
     @property
     def slowness(self) -> float:
@@ -115,6 +114,13 @@ class Timing:
         self.over = over
         if self._found:
             self._found[-1] = self._found[-1]._replace(slowness=slowness)
+
+    @property
+    def _torn(self) -> bool:
+        """Undisturbed steps, still too few, took another time than most."""
+        undisturbed, middle = self._undisturbed, _median(self._found)
+        few = 0 < len(undisturbed) < self.least
+        return few and abs(_median(undisturbed) - middle) > ERROR_SHARE * middle
 
     @property
     def _undisturbed(self) -> list[Timed]:

@@ -91,6 +91,8 @@ def test_a_rank_waits_for_the_slowest_host():
 def test_where_steps_do_not_differ_the_host_does_not_matter():
     timing = added((150.0, False), (150.5, False))
     assert not timing.wants_more and timing.ms == 150.25
+    timing = added((150.0, True), (151.0, False))
+    assert not timing.wants_more and timing.ms == 150.5
 
 
 def test_a_host_that_is_never_as_fast_as_it_can_be():
