@@ -168,7 +168,7 @@ class Runtime:
         """How long the step took, the most memory it needed, and how slow the host was. (What overlaps asks for peaks
         of its own.)"""
         peak_bytes = 0 if self._overlap else self._accelerator.take_interval().peak_bytes
-        return self.manager.clock.step_ms(), peak_bytes, self._pace.slowness(self._pace.end())
+        return self.manager.clock.step_ms(), peak_bytes, self._pace.slowness()
 
     def _order(self, begin: Any) -> None:
         assert self.shapes is not None

@@ -130,8 +130,9 @@ class Measurement:
 
     def _judge(self) -> None:
         """How fast the host can be is known better with every step."""
+        most_ms = MOST_SLOWNESS * self._pace.fast_ms if self._steps else 0.0
         for step in self._steps:
-            step["undisturbed"] = self._pace.slowness(step["pace_ms"]) <= MOST_SLOWNESS
+            step["undisturbed"] = step["pace_ms"] <= most_ms
 
     def forward(self, function: Callable) -> Callable:
         def forward_step(*args: Any, **kwargs: Any) -> Any:

@@ -33,9 +33,14 @@ class HostPace:
         """Of the step. What the loop takes, before it or after it, whichever is more."""
         return max(self._begun_ms, self._loop())
 
-    def slowness(self, loop_ms: float) -> float:
-        """``loop_ms``, as of ``end``, as a ratio to what it takes where nothing is in its way, as far as is known."""
-        return loop_ms / max(nsmallest(_FASTEST, self._loops_ms))
+    @property
+    def fast_ms(self) -> float:
+        """What the loop takes where nothing is in its way, as far as is known."""
+        return max(nsmallest(_FASTEST, self._loops_ms))
+
+    def slowness(self) -> float:
+        """``end``, as a ratio to that."""
+        return self.end() / self.fast_ms
 
     def _loop(self) -> float:
         start = self._clock()

@@ -18,7 +18,7 @@ class Facts(NamedTuple):
     trouble: float
     over: float  # peak of the step without swap (WarmUp), measured peak (SearchPolicy) above the target
     peak: float
-    step_ms: float
+    step_ms: float  # while steps are timed: how slow the host was, see timing.py
     host_missing: float  # minus what swap may take of the host
     together: bool = True
     apart: bool = False  # by some steps of the same phase: one of another shape lies between, on some ranks only

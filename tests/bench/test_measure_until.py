@@ -35,7 +35,7 @@ def until_end(monkeypatch, until, undisturbed, phases) -> measure.Measurement:
         assert not measurement._steps or len(begun) == len(measurement._steps), "measured before the step, too"
         return 1.0 if undisturbed[len(measurement._steps)] else 2.0
 
-    measurement._pace = SimpleNamespace(begin=lambda: begun.append(1), end=loop_ms, slowness=lambda ms: ms)
+    measurement._pace = SimpleNamespace(begin=lambda: begun.append(1), end=loop_ms, fast_ms=1.0)
     train_step = measurement.step(lambda: [None])
     for phase in phases:
         running.smart_swap.phase = phase

@@ -21,8 +21,8 @@ class Pace:
         self.told += "e"
         return 3.0
 
-    def slowness(self, loop_ms: float) -> float:
-        return loop_ms + 0.5
+    def slowness(self) -> float:
+        return self.end() + 0.5
 
 
 @pytest.mark.parametrize("sizes", [(4096,), (64, 4096)])

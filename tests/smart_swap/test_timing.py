@@ -47,8 +47,8 @@ def add(timing: Timing, ms: float, undisturbed: bool) -> None:
     timing.add(0, ms, 0, MOST_SLOWNESS if undisturbed else SLOW)
 
 
-def added(*steps: tuple[float, bool], **how: bool) -> Timing:
-    timing = Timing(**how)
+def added(*steps: tuple[float, bool]) -> Timing:
+    timing = Timing()
     for ms, undisturbed in steps:
         add(timing, ms, undisturbed)
     return timing
