@@ -39,13 +39,19 @@ PRUNE_WORK = 4_000_000
 # A copy costs the host as much time as the link needs for so many bytes (10 us at 55 GB/s): fewer, larger ones.
 COPY_BYTES = 500_000
 
-Rank = tuple[float, int]  # extra ms, bytes moved (and so many more per copy)
-_UNKNOWN: Rank = float("inf"), 0
+
+class Rank(NamedTuple):
+    extra_ms: float
+    moved_bytes: int  # and so many more per copy
+    stall_ms: float  # of the extra: waits for copies
+
+
+_UNKNOWN = Rank(float("inf"), 0, float("inf"))
 
 
 def _better(one: Rank, other: Rank) -> bool:
-    faster = other[0] - one[0]
-    return faster > NEGLIGIBLE_MS or (faster > -NEGLIGIBLE_MS and one[1] < other[1])
+    faster = other.extra_ms - one.extra_ms
+    return faster > NEGLIGIBLE_MS or (faster > -NEGLIGIBLE_MS and one.moved_bytes < other.moved_bytes)
 
 
 class Corner(NamedTuple):
@@ -86,7 +92,7 @@ class Attempt:
         self._large = self._tries < FEWEST_TRIES
         fitting = [corner for corner in corners if corner.peak <= target]
         self.flags, self.placed, self.curve = fitting[0].flags, fitting[0].placed, fitting[0].curve
-        alone = self._swap(stage.nothing)
+        alone = self._swap(stage.nothing).stall_ms
         if self.extra_ms > NEGLIGIBLE_MS:
             for corner in fitting:
                 if not corner.placed or not self._large:
@@ -113,7 +119,8 @@ class Attempt:
 
     def _take(self, flags: tuple[bool, ...], placed: list[Placed], curve: list[int]) -> Rank:
         moved = sum(self.stage.trace.saved[item.record].nbytes for item in placed) + COPY_BYTES * len(placed)
-        rank = run_lanes(self.stage.trace, placed, self.stage.scene(flags).modules).extra_ms, moved
+        timeline = run_lanes(self.stage.trace, placed, self.stage.scene(flags).modules)
+        rank = Rank(timeline.extra_ms, moved, timeline.stall_ms)
         if _better(rank, self._with.get(flags, (_UNKNOWN, placed))[0]):
             self._with[flags] = rank, placed
         if _better(rank, self._rank):
@@ -122,33 +129,36 @@ class Attempt:
 
     @property
     def extra_ms(self) -> float:
-        return self._rank[0]
+        return self._rank.extra_ms
 
     # -- swap and recompute -------------------------------------------------------------------------------------------
 
-    def _swap(self, flags: tuple[bool, ...], ways: int | None = None) -> float:
-        """Several ways to swap with these modules. Returns the least extra time among them."""
+    def _swap(self, flags: tuple[bool, ...], ways: int | None = None) -> Rank:
+        """Several ways to swap with these modules. Returns the fastest."""
         choices = self.stage.scene(flags).choices(self.target, self.least, int(self._large))
         spent = self.stage.spent_ms(flags)
-        best = _UNKNOWN[0]
+        best = _UNKNOWN
         for wanted in islice(choices, 1 if self._large else ways):
-            best = min(best, self._look(flags, wanted)[0])
-            if best <= spent + NEGLIGIBLE_MS:  # nothing waits
+            best = min(best, self._look(flags, wanted))
+            if best.extra_ms <= spent + NEGLIGIBLE_MS:  # moves cost nothing
                 break
         return best
 
     def _recompute(self, wait_ms: float, order: Order) -> int:
         """First parts of the price order. With each more of one kind about as much less is waited for, so what is best
         lies where nothing waits any more, or where a kind begins that costs more than the waits that it saves.
-        ``wait_ms``: that of swap alone. Returns how many of the order it went to."""
+        ``wait_ms``: that of swap alone. Returns how many of the order it went to.
+
+        What moves take the host is no wait: it is left however much is recomputed, as long as anything moves."""
         stage, kinds = self.stage, [self.stage.modules[m].record.key.name for m, _ in order]
         gained = [0, *accumulate(nbytes for _, nbytes in order)]
         extra: dict[int, float] = {}  # by how many are recomputed, with the first ways to swap
 
         def waits(k: int) -> float:
             flags = stage.first(order, k)
-            extra[k] = self._swap(flags, ways=FIRST_WAYS)
-            return extra[k] - stage.spent_ms(flags)
+            found = self._swap(flags, ways=FIRST_WAYS)
+            extra[k] = found.extra_ms
+            return found.stall_ms
 
         low, high = 0, len(order) + 1  # something waits; nothing does, or that is not known
         pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
@@ -157,12 +167,12 @@ class Attempt:
             if high - low <= 1:
                 break
             guess = (low + high) // 2
-            if left > NEGLIGIBLE_MS and wait_ms < _UNKNOWN[0] and (number < FEWEST_SETS or number % 2):
+            if left > NEGLIGIBLE_MS and wait_ms < _UNKNOWN.stall_ms and (number < FEWEST_SETS or number % 2):
                 guess = bisect_left(gained, gained[low] + wait_ms * pace)
             k = max(low + 1, min(high - 1, guess))
             left = waits(k)
             if left > NEGLIGIBLE_MS:
-                if left < wait_ms < _UNKNOWN[0]:
+                if left < wait_ms < _UNKNOWN.stall_ms:
                     pace = (gained[k] - gained[low]) / (wait_ms - left)
                 low, wait_ms = k, left
             else:

@@ -21,6 +21,10 @@ from mindspeed_swap.core.windows import View, Window, link_rates, points_to_act,
 # A copy back is planned to be over this share of its duration before it is read: the measured bandwidth varies by about
 # that much when both lanes are busy (55 against 47 GB/s).
 PREFETCH_HEADROOM = 0.2
+# Where there is room, more than that: so many times the duration, out and back. A step in which the device waits for
+# the host varies by a third, and a plan made from a slow one waited for copies in fast ones (H200, experts: 8 to 14 ms
+# of 133 without this).
+SPARE_COPIES = 4
 # Scenes kept: those of small traces are asked for again and again, those of large ones are large.
 MAX_SCENES = 256
 
@@ -91,6 +95,43 @@ class Scene:
                 placed.append((prefetch, job.read, job.record, release))
         placed.sort()
         return [Placed(record, release, prefetch) for prefetch, _, record, release in placed]
+
+    def relaxed(self, placed: list[Placed], peak: int, later: bool, sooner: bool) -> list[Placed]:
+        """Releases ``later`` and copies back ``sooner``, by up to SPARE_COPIES times what the copy takes, as far as
+        memory stays within ``peak`` and copies in their order. All get as much before any gets more."""
+        acts, times, saved = self.acts, self.views[0].times, self.trace.saved
+        rates = link_rates(self.trace)
+        room = [peak - value for value in self.curve(placed)]
+        here = list(placed)
+
+        def move(at: int, step: int, limit: int, wanted_ms: float, nbytes: int) -> int:
+            """From point ``at`` on, act by act, to the first at which it is that late (step -1: early), before
+            ``limit``."""
+            k = bisect_left(acts, at)
+            while step * times[at] < step * wanted_ms:
+                k += step
+                if not 0 <= k < len(acts) or step * acts[k] >= step * limit:
+                    break
+                first, last = sorted((at, acts[k]))
+                if min(room[first + 1 : last + 1]) < nbytes:
+                    break
+                room[first + 1 : last + 1] = [value - nbytes for value in room[first + 1 : last + 1]]
+                at = acts[k]
+            return at
+
+        for times_over in range(1, SPARE_COPIES + 1):
+            before = -1
+            for n, ((number, release, prefetch), planned) in enumerate(zip(here, placed, strict=True)):
+                nbytes = saved[number].nbytes
+                out_ms, back_ms = (times_over * (self.trace.copy_overhead_ms + nbytes / rate) for rate in rates)
+                if later:
+                    release = move(release, 1, prefetch, times[planned.release] + out_ms, nbytes)
+                if sooner:
+                    limit = max(release, before - 1)
+                    prefetch = move(prefetch, -1, limit, times[planned.prefetch] - back_ms, nbytes)
+                before = prefetch
+                here[n] = Placed(number, release, prefetch)
+        return here
 
     def shifted(self, placed: list[Placed], target: int, tries: int) -> list[Placed]:
         """Moves single ends of absences, and where memory is then short lets one other tensor be away, as long as that

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from mindspeed_swap.core.attempt import Attempt, Corner, corners, tries
-from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed
+from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
@@ -96,7 +96,16 @@ class _Solver:
         if self.least.peak > budget:
             raise self._infeasible(budget)
         found = self.descend(budget)
-        return self._plan(budget, found.flags, found.placed)
+        return self._plan(budget, found.flags, self._relaxed(found))
+
+    def _relaxed(self, found: Attempt) -> list[Placed]:
+        """What it swaps, with headroom where that costs neither time nor memory."""
+        scene = self.stage.scene(found.flags)
+        for later, sooner in ((True, True), (True, False), (False, True)):
+            placed = scene.relaxed(found.placed, found.peak, later, sooner)
+            if run_lanes(self.trace, placed, scene.modules).extra_ms <= found.extra_ms + NEGLIGIBLE_MS:
+                return placed
+        return found.placed
 
     def attempt(self, target: int) -> Attempt:
         if target not in self._attempts:

@@ -1,7 +1,7 @@
 """What a search says of its steps: how the next one is to run, what tries did, how good the first record was. Pure."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,6 +9,8 @@ from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key
 
+# Steps of the same work differ by about this much, at least.
+NOISE_SHARE = 0.01
 # Of so many swaps one may be loaded on demand.
 ALL_PER_FEW = 20
 
@@ -59,6 +61,26 @@ class Try:
     def surprise(self) -> float:
         """By what share the step took longer than promised; below 0: shorter."""
         return self.step_ms / self.promised_ms - 1 if self.promised_ms else 0.0
+
+
+def best_of(tries: Sequence[Try]) -> Try:
+    """As measured; of those that do not differ by more than steps do anyway what was promised counts as much."""
+    best = min(tries, key=lambda tried: tried.rank)
+    most_ms = best.step_ms * (1 + max(NOISE_SHARE, best.error_share))
+    alike = [tried for tried in tries if tried.rank[:2] == best.rank[:2] and tried.step_ms <= most_ms]
+    return min(alike, key=lambda tried: tried.step_ms + tried.promised_ms)
+
+
+def promises_more(tries: Sequence[Try], plan: Plan) -> bool:
+    """The last of the tries was faster than all before it, or the next, this plan, should be, by more than steps differ
+    anyway."""
+    good = [tried for tried in tries if not tried.rank[0]]
+    # One that was measured twice is no worse for it.
+    last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
+    best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
+    promised = plan.prediction.step_ms if plan.prediction else best
+    less = 1 - max(NOISE_SHARE, tries[-1].error_share)
+    return last < best * less or promised < min(best, last) * less
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.host_share import HostShare
+from mindspeed_swap.smart_swap.lasting import Lasting
 from mindspeed_swap.smart_swap.outcomes import (
     NoPlan,
     Phase,
@@ -26,17 +27,17 @@ from mindspeed_swap.smart_swap.outcomes import (
     StepOrder,
     Try,
     WarmUp,
+    best_of,
+    promises_more,
     trouble_of,
 )
-from mindspeed_swap.smart_swap.peers import Facts, Peers, state_of
+from mindspeed_swap.smart_swap.peers import FASTER, Facts, Peers, state_of
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.smart_swap.timing import Timing
 from mindspeed_swap.units import format_bytes
 
-# Steps of the same work differ by about this much, at least.
-NOISE_SHARE = 0.01
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
 SURPRISE_SHARE = 0.05
 # One bad step may be an evaluation or a checkpoint in between; two in a row are a change of the workload.
@@ -94,6 +95,7 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _timing: Timing = field(default_factory=Timing.none)  # of the plan's steps before the one that is recorded
+    lasting: Lasting = field(default_factory=Lasting)  # of the plan that Stable runs; to be told what steps take
     _host: HostShare = field(default_factory=HostShare)
     _spread_bytes: int = 0  # what the steps before it needed beyond the one that the first plan is made from
     _told: str = ""
@@ -161,7 +163,7 @@ class SmartSwap:
         """What ``Stable`` runs or, before that, would run if the search ended here. None: nothing tried went well."""
         if self.phase is Phase.STABLE:
             return self.plan
-        best = self._best() if self.tries else None
+        best = best_of(self.tries) if self.tries else None
         return best.plan if best and not best.rank[0] else None
 
     # ---- with the other ranks
@@ -206,7 +208,10 @@ class SmartSwap:
         if error:
             raise NoPlan(error)
         if self.phase is Phase.STABLE and self._kept_try is not None:
-            self.shown = self.tries[self._kept_try].step
+            kept = self.tries[self._kept_try]
+            self.shown = kept.step
+            if self.settles and not self.pipelined:
+                self.lasting.begin(kept.step_ms)
 
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
@@ -299,7 +304,7 @@ class SmartSwap:
         most = MAX_TRIES if self.policy.tries is None else self.policy.tries
         if len(self.tries) < most and (self._again() or self._next_try(trace, facts)):
             return
-        best = self._best()
+        best = best_of(self.tries)
         self.plan, self._accepted_trouble = best.plan, best.trouble
         self._kept_try = next(number for number, tried in enumerate(self.tries) if tried is best)
         if self.policy.tries is not None and len(self.tries) < self.policy.tries:
@@ -317,24 +322,6 @@ class SmartSwap:
         *before, last = self.tries
         first = all(tried.plan is not last.plan for tried in before)
         return first and not self._timing.often and not last.rank[0] and last.surprise > SURPRISE_SHARE
-
-    def _best(self) -> Try:
-        """As measured; of those that do not differ by more than steps do anyway what was promised counts as much."""
-        best = min(self.tries, key=lambda tried: tried.rank)
-        most_ms = best.step_ms * (1 + max(NOISE_SHARE, best.error_share))
-        alike = [tried for tried in self.tries if tried.rank[:2] == best.rank[:2] and tried.step_ms <= most_ms]
-        return min(alike, key=lambda tried: tried.step_ms + tried.promised_ms)
-
-    def _promises_more(self) -> bool:
-        """The last plan was faster than all before it, or the next should be, by more than steps differ anyway."""
-        assert self.plan is not None
-        good = [tried for tried in self.tries if not tried.rank[0]]
-        # One that was measured twice is no worse for it.
-        last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
-        best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
-        promised = self.plan.prediction.step_ms if self.plan.prediction else best
-        less = 1 - max(NOISE_SHARE, self.tries[-1].error_share)
-        return last < best * less or promised < min(best, last) * less
 
     def _next_try(self, trace: StepTrace, facts: Facts) -> bool:
         """Plan again, from the try's own trace: it knows the times better. False if there is nothing else to try."""
@@ -355,7 +342,7 @@ class SmartSwap:
             except NoPlan:
                 return False
             if self.plan is not None and self.plan.decisions not in tried:
-                return self.policy.tries is not None or self.tries[-1].rank[0] or self._promises_more()
+                return self.policy.tries is not None or self.tries[-1].rank[0] or promises_more(self.tries, self.plan)
             if not (facts.trouble or facts.over):
                 return False
         return False
@@ -382,7 +369,8 @@ class SmartSwap:
         if not self._saves:
             self._saves = stats.saves  # a loaded plan does not know
         other = abs(stats.saves - self._saves) > self.policy.op_diff_thresh * self._saves
-        self.peers.worst_later(self._figures(other, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
+        unready = FASTER if self.lasting.faster else float(other)
+        self.peers.worst_later(self._figures(unready, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
         return False
 
     def judge(self, facts: Facts) -> bool:
@@ -391,10 +379,13 @@ class SmartSwap:
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
-        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
+        faster = facts.unready == FASTER
+        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + (not faster)
         self.tries.clear()
+        self.lasting.end(faster)
         self.peers.forget(self.judge)
-        self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
+        why = "the workload has changed" if self.peak_bytes else "the given plan does not fit"
+        self._enter(Phase.SEARCH, "steps have become faster" if faster else why)
         self._timing, self._host.plain_ms = self._new_timing(), None
         self._tell_lines()
         return True

@@ -194,6 +194,10 @@ def figures(ranks: list[dict[str, Any]], counted_steps: int) -> dict[str, Any]:
     return {
         "steps_ms": [round(ms, 3) for ms in steps_ms],
         "undisturbed": undisturbed,
+        "pace_ms": [  # of the host: of all steps, those that do not count as well
+            round(max(step["pace_ms"] for step in steps), 4)
+            for steps in zip(*(rank["steps"] for rank in ranks), strict=True)
+        ],
         "uncounted_ms": [
             round(1000 * max(step["seconds"] for step in steps), 3)
             for steps in zip(*(rank["steps"][:-counted_steps] for rank in ranks), strict=True)

@@ -12,7 +12,7 @@ def rank(*steps: tuple[float, bool]) -> dict:
         "host": {}, "steps": [
             {"seconds": ms / 1000, "undisturbed": undisturbed, "forward_ms": ms / 4, "backward_ms": ms / 2, "loss": 1.0,
              "phases": dict.fromkeys(("forward_backward", "optimizer", "rest"), phase), "held_bytes": 1,
-             "static_bytes": 1}
+             "static_bytes": 1, "pace_ms": 0.1 if undisturbed else 0.2}
             for ms, undisturbed in steps
         ],
     }  # fmt: skip
@@ -27,6 +27,7 @@ def test_steps_of_a_slower_host_do_not_count_if_others_are_enough():
     assert (found["forward_ms"], found["backward_ms"]) == pytest.approx((25.0, 50.0))
     assert len(found["steps_ms"]) == len(found["undisturbed"]) == 30 + COUNTED_STEPS and found["steps_ms"][0] == 150.0
     assert sum(found["undisturbed"]) == COUNTED_STEPS and found["uncounted_ms"] == [999.0] * 3
+    assert found["pace_ms"] == [0.1] * 3 + [0.2] * 30 + [0.1] * COUNTED_STEPS
 
 
 def test_all_do_if_they_are_not():

@@ -12,7 +12,7 @@ from traces import MIB, Shape, megatron_trace
 
 from mindspeed_swap.core.solve import floor, solve
 from mindspeed_swap.core.step import StepStats
-from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, Try, trouble_of
+from mindspeed_swap.smart_swap.outcomes import NoPlan, Phase, Try, best_of, trouble_of
 from mindspeed_swap.smart_swap.peers import Facts, Peers
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.policy import Policy
@@ -204,7 +204,7 @@ def test_of_tries_that_took_as_long_the_promise_counts(figures, chosen):
     for ms, promised_ms in figures:
         plan = replace(it.plan, prediction=replace(it.plan.prediction, step_ms=promised_ms))
         it.tries.append(Try(plan, 0, 0, 1, ms, it.shown))
-    assert it._best() is it.tries[chosen]
+    assert best_of(it.tries) is it.tries[chosen]
 
 
 def test_case_36_by_default_too():
