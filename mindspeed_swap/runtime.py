@@ -91,7 +91,6 @@ class Runtime:
         self._models: list[Any] = []
         self._owned: list[torch.Tensor] = []
         self._optimizer: Any = None
-        self._watched: SmartSwap | None = None  # the search of the last step
         self._reserved: Plan | None = None  # the last plan that host memory was page-locked for
         self._pace = HostPace()
         self._microbatches: dict[int, int] = {}  # chunk -> forwards seen in this step
@@ -153,7 +152,6 @@ class Runtime:
         search.capacity_bytes = self._accelerator.memory().capacity_bytes  # the room may have been taken
         try:
             stats, trace = self.manager.end_step()
-            self._tell_what_lasts(search)
             changed = search.after_step(stats, trace, *self._measured() if search.times else ())
         except NoPlan as error:
             raise SettingError(f"{self._options.policy.flag}: {error}; {_MORE_ROOM}") from None
@@ -162,15 +160,6 @@ class Runtime:
             # The trace is large: not while tries still follow one another.
             self.report(with_trace=search.phase is Phase.STABLE)
             self._kept.save(self.shapes)
-
-    def _tell_what_lasts(self, search: SmartSwap) -> None:
-        """The search hears what steps take, if they are of its shape, one after the other."""
-        clock = self.manager.clock
-        if search is not self._watched:
-            self._watched = search
-            clock.forget()
-        for step_ms in clock.passed_ms() if search.lasting.watches else ():
-            search.lasting.add(step_ms)
 
     def _keep_owned(self) -> None:
         self.manager.movable.keep_on_device(with_gradients(self._owned))

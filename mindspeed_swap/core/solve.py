@@ -15,7 +15,7 @@ from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
-from mindspeed_swap.core.simulate import memory_curve, outcome, plain_step_ms, plan_of
+from mindspeed_swap.core.simulate import memory_curve, outcome, plain_step_ms, plan_of, simulate
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
@@ -72,6 +72,32 @@ def solve(
     to be swapped, without measured bandwidths.
     """
     return _Solver(trace, verbs, host_budget_bytes).solve(budget_bytes)
+
+
+def told_of(trace: StepTrace, plan: Plan, verbs: Collection[str] = KEEP_SWAP) -> Plan:
+    """A plan of ``solve`` with what it is predicted to do in another step, of the same tensors and points."""
+    told = replace(plan, prediction=simulate(trace, plan).prediction)
+    return told if RECOMPUTE in verbs else _with_full_recompute(trace, told)
+
+
+def _full_recompute(trace: StepTrace) -> tuple[list[Module], int]:
+    """Everything recomputed, and its peak."""
+    modules = modules_of(trace)
+    sets = [as_they_run(trace, full_recompute(modules, chains=chains)) for chains in (True, False)]
+    return min(((each, max(memory_curve(trace, (), each))) for each in sets), key=lambda found: found[1])
+
+
+def _with_full_recompute(trace: StepTrace, plan: Plan) -> Plan:
+    """It says how long a step would take that recomputes everything instead, where that fits and is faster."""
+    prediction, plain_ms = plan.prediction, plain_step_ms(trace)
+    assert prediction is not None
+    if prediction.step_ms - plain_ms <= NEGLIGIBLE_MS:
+        return plan
+    modules, peak = _full_recompute(trace)
+    took_ms = plain_ms + sum(module.record.forward_ms for module in modules)
+    if not modules or peak > plan.budget_bytes or took_ms >= prediction.step_ms:
+        return plan
+    return replace(plan, prediction=replace(prediction, faster_recompute_ms=took_ms))
 
 
 class _Solver:
@@ -151,32 +177,17 @@ class _Solver:
     def _plan(self, budget: int, flags: tuple[bool, ...], placed: list[Placed]) -> Plan:
         trace, modules = self.trace, self.stage.scene(flags).modules
         prediction = outcome(trace, placed, modules).prediction
-        faster = self._faster_recompute(budget, prediction.step_ms)
-        prediction = replace(prediction, faster_recompute_ms=faster)
-        return replace(plan_of(trace, budget, placed, modules), prediction=prediction)
+        plan = replace(plan_of(trace, budget, placed, modules), prediction=prediction)
+        return plan if self.recomputes else _with_full_recompute(trace, plan)
 
     # -- what cannot be had -------------------------------------------------------------------------------------------
-
-    def _full_recompute(self) -> tuple[list[Module], int]:
-        """Everything recomputed, and its peak, whatever the verbs."""
-        modules = modules_of(self.trace)
-        sets = [as_they_run(self.trace, full_recompute(modules, chains=chains)) for chains in (True, False)]
-        return min(((each, max(memory_curve(self.trace, (), each))) for each in sets), key=lambda found: found[1])
-
-    def _faster_recompute(self, budget: int, step_ms: float) -> float | None:
-        plain_ms = plain_step_ms(self.trace)
-        if self.recomputes or step_ms - plain_ms <= NEGLIGIBLE_MS:
-            return None
-        modules, peak = self._full_recompute()
-        took_ms = plain_ms + sum(module.record.forward_ms for module in modules)
-        return took_ms if modules and peak <= budget and took_ms < step_ms else None
 
     def _infeasible(self, budget: int) -> Infeasible:
         bound = self.floor()
         reason = f"{len(self.stage.plain.jobs)} tensors may be swapped"
         if self.recomputes:
             reason += f", {len(self.stage.modules)} module calls recomputed"
-        elif self._full_recompute()[1] <= budget:
+        elif _full_recompute(self.trace)[1] <= budget:
             reason += "; recomputing every layer would fit"
         if self.host_budget is not None and _Solver(self.trace, KEEP_SWAP).least.peak < bound.reachable_bytes:
             reason += f"; the host budget of {format_bytes(self.host_budget)} limits them"

@@ -1,14 +1,9 @@
 """StepClock: when steps begin and end, by events on the compute stream."""
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
 from mindspeed_swap.core.accelerator.base import Accelerator, Event
 from mindspeed_swap.core.recorder import Recorder
 
-# Ends that are remembered until the device is there: a host is not further ahead.
-MOST_ENDS = 8
 # Of a step. What takes longer between two is no part of them: an evaluation, a checkpoint.
 MOST_BETWEEN_SHARE = 0.1
 
@@ -24,7 +19,6 @@ class StepClock:
         self._began: Event = None
         self._ended: Event = None  # likewise of the last step
         self._between_ms: float | None = None
-        self._ends: deque[Event] = deque(maxlen=MOST_ENDS)  # of steps that follow one another, none of them recorded
 
     def begin(self) -> None:
         self._before, self._ended = self._ended, None
@@ -34,25 +28,13 @@ class StepClock:
         """``recorder``: of a step that was recorded. Its trace is finished."""
         if recorder is None:
             self._ended = self._now()
-            self._ends.append(self._ended)
             return
-        self._ends.clear()
         recorder.trace.step_ms = self._with_between(recorder.trace.step_ms)
 
     def step_ms(self) -> float:
         """Of the last step, which was not recorded. Waits for it."""
         self._accelerator.synchronize(self._ended)
         return self._with_between(self._accelerator.elapsed_ms(self._began, self._ended))
-
-    def passed_ms(self) -> Iterator[float]:
-        """What steps took, from end to end, that are over by now and were not told of before. Waits for nothing."""
-        while len(self._ends) > 1 and self._accelerator.done(self._ends[1]):
-            yield self._accelerator.elapsed_ms(self._ends.popleft(), self._ends[0])
-
-    def forget(self) -> None:
-        """The last step is not to be compared with: the next one is told of from its own end on."""
-        while len(self._ends) > 1:
-            self._ends.popleft()
 
     def _with_between(self, step_ms: float) -> float:
         found = [] if self._between_ms is None else [self._between_ms]

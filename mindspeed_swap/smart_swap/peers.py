@@ -11,13 +11,10 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-FASTER = 2.0  # steps of the plan that Stable runs have become faster, see lasting.py
-
-
 class Facts(NamedTuple):
     """Of a step, on the rank that fared worst. ``together``: all peers are in the same state, so they decide alike."""
 
-    unready: float  # 1: no plan may be made from this step; FASTER
+    unready: float  # 1: no plan may be made from this step
     trouble: float
     over: float  # peak of the step without swap (WarmUp), measured peak (SearchPolicy) above the target
     peak: float

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.solve import Infeasible, solve
+from mindspeed_swap.core.retime import hurried
+from mindspeed_swap.core.solve import Infeasible, solve, told_of
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.smart_swap.policy import Policy
 from mindspeed_swap.smart_swap.stages import eligible, move_all, predicted
@@ -65,12 +66,13 @@ def _trim_text(plan: Plan, less: Plan) -> str:
 
 
 def _first(seen: StepTrace, policy: Policy, budgets: Sequence[int], host: int | None) -> tuple[Plan | None, str]:
-    reason = ""
+    reason, quick = "", hurried(seen)
     for budget in budgets:
         try:
             if policy.moves_all:
                 return move_all(seen, policy, budget), ""
-            return solve(seen, budget, policy.verbs, host), ""
+            plan = solve(quick, budget, policy.verbs, host)
+            return (plan if quick is seen else told_of(seen, plan, policy.verbs)), ""
         except Infeasible as error:
             reason = str(error)
     return None, reason

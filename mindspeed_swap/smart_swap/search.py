@@ -19,7 +19,6 @@ from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
 from mindspeed_swap.smart_swap.host_share import HostShare
-from mindspeed_swap.smart_swap.lasting import Lasting
 from mindspeed_swap.smart_swap.outcomes import (
     NoPlan,
     Phase,
@@ -31,7 +30,7 @@ from mindspeed_swap.smart_swap.outcomes import (
     promises_more,
     trouble_of,
 )
-from mindspeed_swap.smart_swap.peers import FASTER, Facts, Peers, state_of
+from mindspeed_swap.smart_swap.peers import Facts, Peers, state_of
 from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
@@ -95,7 +94,6 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _timing: Timing = field(default_factory=Timing.none)  # of the plan's steps before the one that is recorded
-    lasting: Lasting = field(default_factory=Lasting)  # of the plan that Stable runs; to be told what steps take
     _host: HostShare = field(default_factory=HostShare)
     _spread_bytes: int = 0  # what the steps before it needed beyond the one that the first plan is made from
     _told: str = ""
@@ -208,10 +206,7 @@ class SmartSwap:
         if error:
             raise NoPlan(error)
         if self.phase is Phase.STABLE and self._kept_try is not None:
-            kept = self.tries[self._kept_try]
-            self.shown = kept.step
-            if self.settles and not self.pipelined:
-                self.lasting.begin(kept.step_ms)
+            self.shown = self.tries[self._kept_try].step
 
     # ---- WarmUp
     def _plan_afresh(self, trace: StepTrace) -> bool:
@@ -369,8 +364,7 @@ class SmartSwap:
         if not self._saves:
             self._saves = stats.saves  # a loaded plan does not know
         other = abs(stats.saves - self._saves) > self.policy.op_diff_thresh * self._saves
-        unready = FASTER if self.lasting.faster else float(other)
-        self.peers.worst_later(self._figures(unready, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
+        self.peers.worst_later(self._figures(other, trouble_of(stats, self.plan), 0, 0, 0), self.judge)
         return False
 
     def judge(self, facts: Facts) -> bool:
@@ -379,13 +373,10 @@ class SmartSwap:
         self._bad_steps = self._bad_steps + 1 if bad and not self._must_wait(facts) else 0
         if self._bad_steps < DRIFT_STEPS << min(self._changes, MORE_PATIENT):
             return False
-        faster = facts.unready == FASTER
-        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + (not faster)
+        self._bad_steps, self._afresh, self._changes = 0, True, self._changes + 1
         self.tries.clear()
-        self.lasting.end(faster)
         self.peers.forget(self.judge)
-        why = "the workload has changed" if self.peak_bytes else "the given plan does not fit"
-        self._enter(Phase.SEARCH, "steps have become faster" if faster else why)
+        self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
         self._timing, self._host.plain_ms = self._new_timing(), None
         self._tell_lines()
         return True

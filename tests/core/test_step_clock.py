@@ -26,11 +26,6 @@ class Clock:
     def synchronize(self, event):
         pass
 
-    def done(self, event):
-        return event <= self.now - self.lag
-
-    lag = 0.0  # of the device behind the host
-
 
 @pytest.mark.parametrize("order", ["tttr", "rttttr", "rtrtr"])
 def test_every_step_is_told_with_the_time_between(order):
@@ -57,33 +52,3 @@ def test_what_takes_longer_is_no_part_of_a_step():
         device.now += 100.0
         clock.end(None)
         assert clock.step_ms() == 100.0
-
-
-def stepped(clock: StepClock, device: Clock, ms: float, kind: str = "t") -> list[float]:
-    clock.begin()
-    device.now += ms
-    clock.end(SimpleNamespace(trace=SimpleNamespace(step_ms=ms)) if kind == "r" else None)
-    return list(clock.passed_ms())
-
-
-def test_what_steps_took_is_told_once_without_a_wait():
-    device = Clock()
-    clock = StepClock(device)
-    assert [stepped(clock, device, ms) for ms in (100.0, 110.0, 120.0)] == [[], [110.0], [120.0]]
-    assert stepped(clock, device, 200.0, "r") == []  # nor is what follows it compared with it
-    assert [stepped(clock, device, ms) for ms in (100.0, 90.0)] == [[], [90.0]]
-    device.lag = 150.0
-    assert [stepped(clock, device, ms) for ms in (100.0, 101.0, 102.0)] == [[], [], [100.0]]
-    clock.forget()
-    device.lag = 0.0
-    assert [stepped(clock, device, ms) for ms in (103.0, 104.0)] == [[103.0], [104.0]]
-
-
-def test_ends_that_nobody_asks_for_are_few():
-    device = Clock()
-    clock = StepClock(device)
-    for _ in range(100):
-        clock.begin()
-        device.now += 10.0
-        clock.end(None)
-    assert len(list(clock.passed_ms())) < 10

@@ -1,4 +1,4 @@
-"""Each timed step is judged by the loops around it, whatever its shape; what Stable steps take is told of one shape."""
+"""Each timed step is judged by the loops around it, whatever its shape."""
 from __future__ import annotations
 
 from functools import partial
@@ -42,17 +42,3 @@ def test_before_it_and_after_it(train, sizes):
         if pace.told.endswith("e") and training.search._timing._found:
             assert training.search._timing.slowness == 3.5
     assert timed > 3
-
-
-@pytest.mark.parametrize("sizes, told", [((4096,), True), ((64, 4096), False)])
-def test_what_stable_steps_take_is_told_if_they_follow_one_another(train, sizes, told):
-    training = train(Policy())
-    running, found = training.runtime, []
-    running.shapes._search = partial(SmartSwap, settles=True)
-    running.shapes.current.settles = True
-    for step in range(24):
-        training.step(sizes[step % len(sizes)])
-        lasting = training.search.lasting
-        lasting.begin(1000.0)
-        lasting.add = found.append
-    assert bool(found) is told and all(step_ms > 0 for step_ms in found) and len(found) < 24

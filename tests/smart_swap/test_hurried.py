@@ -1,0 +1,66 @@
+"""Where the device waits for the host, a plan is made for a faster step than the recorded one, and told for that."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from traces import Shape, megatron_trace
+
+from mindspeed_swap.core.retime import HURRY_SHARE, hurried, retimed
+from mindspeed_swap.core.simulate import memory_curve, plain_step_ms, simulate
+from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, floor, solve, told_of
+from mindspeed_swap.core.trace import FORWARD
+from mindspeed_swap.smart_swap.planning import make_plan
+from mindspeed_swap.smart_swap.policy import Policy
+
+SITES = (48.0, 48.0, 96.0, 96.0, *(4.0,) * 12)
+MODULES = (("mlp", tuple(range(2, len(SITES))), (1,), 0.5), ("layer", tuple(range(1, len(SITES))), (0,), 1.0))
+SHAPE = Shape(layers=12, sites_mib=SITES, modules=MODULES, layer_forward_ms=6.0, d2h_gbps=20.0, h2d_gbps=20.0)
+DENSE = megatron_trace(SHAPE)
+EXPERTS = replace(
+    DENSE, forward_waits=1.0, host_share=0.1,
+    points=[replace(point, waits_for_host=point.position.phase == FORWARD) for point in DENSE.points],
+)  # fmt: skip
+
+
+def budget(trace, share: float) -> int:
+    low, high = floor(trace, ALL_VERBS).reachable_bytes, max(memory_curve(trace, ()))
+    return low + int(share * (high - low))
+
+
+def test_a_step_in_which_the_host_is_ahead_is_left_as_it_is():
+    assert hurried(DENSE) is DENSE
+
+
+def test_the_others_are_that_much_faster():
+    assert plain_step_ms(hurried(EXPERTS)) == pytest.approx((1 - HURRY_SHARE) * plain_step_ms(EXPERTS))
+
+
+@pytest.mark.parametrize("share", [0.75, 0.6, 0.45])
+def test_in_a_faster_step_the_plan_is_better_and_in_the_recorded_one_not_much_worse(share):
+    faster = retimed(EXPERTS, 0.88 * EXPERTS.step_ms)
+    there = budget(EXPERTS, share)
+    plan = told_of(EXPERTS, solve(hurried(EXPERTS), there, ALL_VERBS), ALL_VERBS)
+    bold = solve(EXPERTS, there, ALL_VERBS)
+    assert simulate(faster, plan).step_ms <= simulate(faster, bold).step_ms + 0.001 * plain_step_ms(EXPERTS)
+    assert plan.prediction.step_ms <= 1.03 * bold.prediction.step_ms
+    assert plan.prediction.peak <= there
+
+
+def test_for_some_budget_it_is_much_better():
+    faster = retimed(EXPERTS, 0.88 * EXPERTS.step_ms)
+    gains = []
+    for share in (0.75, 0.6, 0.45):
+        plans = [solve(trace, budget(EXPERTS, share), ALL_VERBS) for trace in (hurried(EXPERTS), EXPERTS)]
+        gains.append(simulate(faster, plans[1]).step_ms - simulate(faster, plans[0]).step_ms)
+    assert max(gains) > 0.02 * plain_step_ms(faster), gains
+
+
+@pytest.mark.parametrize("verbs", [KEEP_SWAP, ALL_VERBS])
+def test_what_is_promised_is_of_the_recorded_step(verbs):
+    policy = Policy(recomputes=verbs is ALL_VERBS)
+    plan = make_plan(EXPERTS, policy, [budget(EXPERTS, 0.6)]).plan
+    told = simulate(EXPERTS, plan).prediction
+    assert replace(plan.prediction, faster_recompute_ms=None) == told
+    if verbs is KEEP_SWAP:
+        assert plan.prediction.faster_recompute_ms == solve(EXPERTS, plan.budget_bytes).prediction.faster_recompute_ms
