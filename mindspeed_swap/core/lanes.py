@@ -18,7 +18,7 @@ _NEVER = float("inf")
 # What a tensor that is moved takes the host beyond one that is kept, as it leaves and as it comes back. It shows as far
 # as the device waits for the host in that phase: not there and then, but at the next point where it does. That is three
 # times what it takes in a loop of nothing else (H200, between the small kernels of experts, in a step of 140 ms: 18 to
-# 22 tensors do not show, 29 take 4 ms). Where the host is slower, tries tell by how much (host_share.py).
+# 22 tensors do not show, 29 take 4 ms).
 MOVE_HOST_MS = 0.25
 # What happens at one point, in this order.
 _RELEASE, _PREFETCH, _READ, _RUN, _SAVE = range(5)
@@ -154,8 +154,7 @@ def run_lanes(trace: StepTrace, placed: Sequence[Placed], modules: Iterable[Modu
     out, back = link.out, link.back
     points = trace.points
     stall = recompute = host = 0.0
-    host_ms = MOVE_HOST_MS * trace.host_share
-    shares = {_SAVE: host_ms * trace.forward_waits, _READ: host_ms * trace.backward_waits}
+    shares = {_SAVE: MOVE_HOST_MS * trace.forward_waits, _READ: MOVE_HOST_MS * trace.backward_waits}
     stalls: list[Stall] = []
     for i, event, k in events:
         now = points[i].time_ms + stall + recompute + host

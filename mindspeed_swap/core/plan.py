@@ -45,7 +45,6 @@ class Prediction:
     recompute_ms: float = 0.0
     host_bytes: int = 0  # most bytes on the host at once
     host_ms: float = 0.0  # that moves take the host while the device waits for it
-    host_share: float = 1.0  # of what they are expected to take: so much was reckoned with
     # Step time of recomputing everything, told where that fits the budget and is faster than this plan.
     faster_recompute_ms: float | None = None
 

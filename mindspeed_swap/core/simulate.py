@@ -43,7 +43,6 @@ class Outcome:
     recompute_ms: float
     host_bytes: int  # most at once
     host_ms: float
-    host_share: float
 
     @property
     def peak(self) -> int:
@@ -52,9 +51,8 @@ class Outcome:
     @property
     def prediction(self) -> Prediction:
         return Prediction(
-            self.peak_bytes, self.step_ms, self.stall_ms, self.recompute_ms, self.host_bytes, self.host_ms,
-            self.host_share,
-        )  # fmt: skip
+            self.peak_bytes, self.step_ms, self.stall_ms, self.recompute_ms, self.host_bytes, self.host_ms
+        )
 
 
 def simulate(trace: StepTrace, plan: Plan) -> Outcome:
@@ -84,7 +82,6 @@ def outcome(trace: StepTrace, placed: Sequence[Placed], modules: Sequence[Module
         recompute_ms=timeline.recompute_ms,
         host_bytes=host_peak(trace, placed, modules),
         host_ms=timeline.host_ms,
-        host_share=trace.host_share,
     )
 
 

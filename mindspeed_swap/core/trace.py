@@ -196,7 +196,6 @@ class StepTrace:
     # Shares of the points of a phase at which the device waits for the host: once, not for every plan looked at.
     forward_waits: float = 0.0
     backward_waits: float = 0.0
-    host_share: float = 1.0  # how much of what moves are expected to take the host then is to be reckoned with
     copies: list[CopyRecord] = field(default_factory=list)  # in the order in which they were queued
     waits: list[WaitRecord] = field(default_factory=list)
     operators: list[OperatorRecord] = field(default_factory=list)  # custom ones, in the order in which they ended

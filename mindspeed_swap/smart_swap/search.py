@@ -18,7 +18,6 @@ from mindspeed_swap.core.step import ExecutedStep, StepStats
 from mindspeed_swap.core.trace import Key, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.log import say
-from mindspeed_swap.smart_swap.host_share import HostShare
 from mindspeed_swap.smart_swap.outcomes import (
     NoPlan,
     Phase,
@@ -35,6 +34,7 @@ from mindspeed_swap.smart_swap.plan_cache import digest
 from mindspeed_swap.smart_swap.planning import host_need, make_plan
 from mindspeed_swap.smart_swap.policy import LEAST_RESERVE_SHARE, MAX_TRIES, RESERVE_SHARE, Policy
 from mindspeed_swap.smart_swap.timing import Timing
+from mindspeed_swap.smart_swap.unrecorded import Unrecorded
 from mindspeed_swap.units import format_bytes
 
 # A try that took this much longer than promised is measured once more: something else may have been in its way.
@@ -94,7 +94,7 @@ class SmartSwap:
     _changes: int = 0  # of the workload, seen so far
     _afresh: bool = True  # the next recorded step is planned from as if it were the first
     _timing: Timing = field(default_factory=Timing.none)  # of the plan's steps before the one that is recorded
-    _host: HostShare = field(default_factory=HostShare)
+    _unrecorded: Unrecorded = field(default_factory=Unrecorded)
     _spread_bytes: int = 0  # what the steps before it needed beyond the one that the first plan is made from
     _told: str = ""
     _waited: bool = False
@@ -139,7 +139,7 @@ class SmartSwap:
             return False
         assert trace is not None, "WarmUp and SearchPolicy steps are recorded"
         if self._timing.ms is not None and not self.pipelined:
-            trace = self._host.told(trace, self._timing.ms, self.plan, self._trouble(stats))
+            trace = self._unrecorded.told(trace, self._timing.ms, self.plan)
         self._read_order = {r.key: r.first_read for r in trace.saved if r.first_read is not None}
         self.shown = ExecutedStep(self.plan or Plan(trace.model, self.capacity_bytes), stats, trace)
         self._saves = stats.saves
@@ -377,6 +377,6 @@ class SmartSwap:
         self.tries.clear()
         self.peers.forget(self.judge)
         self._enter(Phase.SEARCH, "the workload has changed" if self.peak_bytes else "the given plan does not fit")
-        self._timing, self._host.plain_ms = self._new_timing(), None
+        self._timing = self._new_timing()
         self._tell_lines()
         return True

@@ -18,7 +18,7 @@ MODULES = (("mlp", tuple(range(2, len(SITES))), (1,), 0.5), ("layer", tuple(rang
 SHAPE = Shape(layers=12, sites_mib=SITES, modules=MODULES, layer_forward_ms=6.0, d2h_gbps=20.0, h2d_gbps=20.0)
 DENSE = megatron_trace(SHAPE)
 EXPERTS = replace(
-    DENSE, forward_waits=1.0, host_share=0.1,
+    DENSE, forward_waits=0.3,
     points=[replace(point, waits_for_host=point.position.phase == FORWARD) for point in DENSE.points],
 )  # fmt: skip
 
