@@ -12,10 +12,11 @@ from mindspeed_swap.core.checked import first_difference
 from mindspeed_swap.core.explain import explain
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms
-from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor, solve
+from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, Floor, Infeasible, floor
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.errors import SettingError
 from mindspeed_swap.report.reader import TRACE_FILE, read_trace, trace_files
+from mindspeed_swap.smart_swap.planning import plan_within
 from mindspeed_swap.smart_swap.policy import RESERVE_SHARE
 from mindspeed_swap.units import format_bytes
 
@@ -78,7 +79,7 @@ def _answer(traces: Sequence[StepTrace], budget: int, verbs: Sequence[str], host
     plans: list[Plan] = []
     for trace in traces:
         try:
-            plans.append(solve(trace, budget, verbs, host_budget))
+            plans.append(plan_within(trace, budget, verbs, host_budget))
         except Infeasible:
             return Answer(None)
     return Answer(
@@ -94,7 +95,7 @@ def explained(traces: Sequence[StepTrace], budget: int, host_budget: int | None)
     lines = []
     for name, (verbs, _) in CURVES.items():
         try:
-            plan = solve(trace, budget, verbs, host_budget)
+            plan = plan_within(trace, budget, verbs, host_budget)
         except Infeasible as error:
             lines += ["", f"{name}: {error}"]
         else:

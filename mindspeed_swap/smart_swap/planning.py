@@ -1,7 +1,7 @@
 """Planning: trace, policy, memory on both sides -> Plan, or one sentence why there is none. Pure; imports no torch."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_swap.core.plan import Plan
@@ -43,6 +43,13 @@ def make_plan(trace: StepTrace, policy: Policy, budgets: Sequence[int], host_byt
     return Planned(less, f"{told}: {_trim_text(plan, less)} ({remedy})")
 
 
+def plan_within(trace: StepTrace, budget: int, verbs: Collection[str], host_bytes: int | None = None) -> Plan:
+    """What a search runs for this budget, with what it does in the recorded step. Raises as ``solve``."""
+    quick = hurried(trace)
+    plan = solve(quick, budget, verbs, host_bytes)
+    return plan if quick is trace else told_of(trace, plan, verbs)
+
+
 def fit_host(trace: StepTrace, plan: Plan, host_bytes: int | None) -> tuple[Plan, str]:
     """The plan without what the host has no room for, and a line about that (or "")."""
     if host_bytes is None or host_need(plan) <= host_bytes:
@@ -66,13 +73,12 @@ def _trim_text(plan: Plan, less: Plan) -> str:
 
 
 def _first(seen: StepTrace, policy: Policy, budgets: Sequence[int], host: int | None) -> tuple[Plan | None, str]:
-    reason, quick = "", hurried(seen)
+    reason = ""
     for budget in budgets:
         try:
             if policy.moves_all:
                 return move_all(seen, policy, budget), ""
-            plan = solve(quick, budget, policy.verbs, host)
-            return (plan if quick is seen else told_of(seen, plan, policy.verbs)), ""
+            return plan_within(seen, budget, policy.verbs, host), ""
         except Infeasible as error:
             reason = str(error)
     return None, reason

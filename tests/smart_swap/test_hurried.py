@@ -10,6 +10,7 @@ from mindspeed_swap.core.retime import HURRY_SHARE, hurried, retimed
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms, simulate
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, floor, solve, told_of
 from mindspeed_swap.core.trace import FORWARD
+from mindspeed_swap.report.what_if import frontier
 from mindspeed_swap.smart_swap.planning import make_plan
 from mindspeed_swap.smart_swap.policy import Policy
 
@@ -64,3 +65,11 @@ def test_what_is_promised_is_of_the_recorded_step(verbs):
     assert replace(plan.prediction, faster_recompute_ms=None) == told
     if verbs is KEEP_SWAP:
         assert plan.prediction.faster_recompute_ms == solve(EXPERTS, plan.budget_bytes).prediction.faster_recompute_ms
+
+
+def test_what_if_answers_with_the_plan_that_a_search_would_run():
+    there = budget(EXPERTS, 0.6)
+    (answers,) = frontier([EXPERTS], [there]).answers.values()
+    for name, recomputes in (("keep|swap", False), ("+recompute", True)):
+        plan = make_plan(EXPERTS, Policy(recomputes=recomputes), [there]).plan
+        assert answers[name].step_ms == plan.prediction.step_ms and answers[name].swap_bytes == plan.swap_bytes
