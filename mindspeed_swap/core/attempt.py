@@ -153,30 +153,39 @@ class Attempt:
         stage, kinds = self.stage, [self.stage.modules[m].record.key.name for m, _ in order]
         gained = [0, *accumulate(nbytes for _, nbytes in order)]
         extra: dict[int, float] = {}  # by how many are recomputed, with the first ways to swap
+        stalls: dict[int, float] = {}  # likewise; endless where that does not fit
+        sets = FEWEST_SETS if self._large else max(FEWEST_SETS, min(SETS, self._tries // TRIES_PER_SET))
 
         def waits(k: int) -> float:
-            flags = stage.first(order, k)
-            found = self._swap(flags, ways=FIRST_WAYS)
-            extra[k] = found.extra_ms
-            return found.stall_ms
+            if k not in stalls:
+                found = self._swap(stage.first(order, k), ways=FIRST_WAYS)
+                extra[k], stalls[k] = found.extra_ms, found.stall_ms
+            return stalls[k]
 
-        low, high = 0, len(order) + 1  # something waits; nothing does, or that is not known
-        pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
-        left = wait_ms
-        for number in range(FEWEST_SETS if self._large else max(FEWEST_SETS, min(SETS, self._tries // TRIES_PER_SET))):
-            if high - low <= 1:
-                break
-            guess = (low + high) // 2
-            if left > NEGLIGIBLE_MS and wait_ms < _UNKNOWN.stall_ms and (number < FEWEST_SETS or number % 2):
-                guess = bisect_left(gained, gained[low] + wait_ms * pace)
-            k = max(low + 1, min(high - 1, guess))
-            left = waits(k)
-            if left > NEGLIGIBLE_MS:
-                if left < wait_ms < _UNKNOWN.stall_ms:
-                    pace = (gained[k] - gained[low]) / (wait_ms - left)
-                low, wait_ms = k, left
-            else:
-                high = k
+        def walk(more: bool) -> int:
+            """``more``: what does not fit is followed by what recomputes more, else by what recomputes less."""
+            low, high = 0, len(order) + 1  # something waits; nothing does, or that is not known
+            pace = FIRST_PACE * link_rates(stage.trace)[0]  # bytes to free per ms of wait
+            waited = left = wait_ms
+            for number in range(sets):
+                if high - low <= 1:
+                    break
+                guess = (low + high) // 2
+                if left > NEGLIGIBLE_MS and waited < _UNKNOWN.stall_ms and (number < FEWEST_SETS or number % 2):
+                    guess = bisect_left(gained, gained[low] + waited * pace)
+                k = max(low + 1, min(high - 1, guess))
+                left = waits(k)
+                if left > NEGLIGIBLE_MS and (more or left < _UNKNOWN.stall_ms):
+                    if left < waited < _UNKNOWN.stall_ms:
+                        pace = (gained[k] - gained[low]) / (waited - left)
+                    low, waited = k, left
+                else:
+                    high = k
+            return high
+
+        high = walk(True)
+        if not self._large and wait_ms < _UNKNOWN.stall_ms and _UNKNOWN.stall_ms in stalls.values():
+            walk(False)  # swap alone fits, so fewer may: less comes back at once
         if not self._large:
             for k in [k for k in range(1, min(high, len(order))) if kinds[k] != kinds[k - 1]][-BEST_SETS:]:
                 if k not in extra:

@@ -72,7 +72,15 @@ def hurried(trace: StepTrace) -> StepTrace:
     other way round it is 0.7, at most 3.)"""
     if trace.forward_waits <= WAITS_SHARE:
         return trace
-    return retimed(trace, trace.step_ms - HURRY_SHARE * plain_step_ms(trace))
+    quick = retimed(trace, trace.step_ms - HURRY_SHARE * plain_step_ms(trace))
+    if quick is trace:
+        return trace
+    modules = [
+        module if module.again_ms is None or before.forward_ms <= 0
+        else replace(module, again_ms=module.again_ms * module.forward_ms / before.forward_ms)  # it was as slow then
+        for module, before in zip(quick.modules, trace.modules, strict=True)
+    ]  # fmt: skip
+    return replace(quick, modules=modules)
 
 
 def _level(most: list[float], wanted: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from mindspeed_swap.core.attempt import Attempt, Corner, corners, tries
+from mindspeed_swap.core.attempt import FEWEST_TRIES, Attempt, Corner, corners, tries
 from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
@@ -26,6 +26,8 @@ ALL_VERBS = (KEEP, SWAP, RECOMPUTE)
 
 # Targets tried per answer. Each halves the step of the tree: 2^-12 of what can be moved is 4 MB of 15 GB.
 TREE_DEPTH = 12
+# Targets, evenly spaced, whose plans others above them begin with.
+ANCHORS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class _Solver:
         self.corners: list[Corner] = corners(self.stage)
         self.least = min(self.corners, key=lambda corner: corner.peak)
         self._attempts: dict[int, Attempt] = {}
+        self._lower: dict[int, Attempt] = {}
 
     def solve(self, budget: int) -> Plan:
         trace, stage = self.trace, self.stage
@@ -135,8 +138,23 @@ class _Solver:
 
     def attempt(self, target: int) -> Attempt:
         if target not in self._attempts:
-            self._attempts[target] = Attempt(self.stage, self.corners, target)
+            self._attempts[target] = Attempt(self.stage, [*self.corners, *self._anchor(target)], target)
         return self._attempts[target]
+
+    def _anchor(self, target: int) -> list[Corner]:
+        """The plan of the next lower one of ANCHORS targets, if one is below. What is found for a target is not always
+        found for a higher one, though it fits there too. Which target depends on this one alone, see ``descend``."""
+        if tries(self.stage) < FEWEST_TRIES:
+            return []
+        low, high = self.least.peak, max(self.keep)
+        step = max(1, (high - low) // ANCHORS)
+        lower = low + (target - low) // step * step
+        if lower <= low:
+            return []
+        if lower not in self._lower:
+            self._lower[lower] = Attempt(self.stage, self.corners, lower)
+        found = self._lower[lower]
+        return [Corner(found.flags, found.placed, found.curve, found.peak)]
 
     def descend(self, budget: int) -> Attempt:
         """Walk the tree of targets between what is reachable and what keeping everything takes. A node's plan is taken

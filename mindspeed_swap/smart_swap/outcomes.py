@@ -11,6 +11,8 @@ from mindspeed_swap.core.trace import Key
 
 # Steps of the same work differ by about this much, at least.
 NOISE_SHARE = 0.01
+# Promises are off by less than that: a plan that promises to take this much longer than a try did is not tried.
+MOST_DEARER = 1.25
 # Of so many swaps one may be loaded on demand.
 ALL_PER_FEW = 20
 
@@ -73,13 +75,15 @@ def best_of(tries: Sequence[Try]) -> Try:
 
 def promises_more(tries: Sequence[Try], plan: Plan) -> bool:
     """The last of the tries was faster than all before it, or the next, this plan, should be, by more than steps differ
-    anyway."""
+    anyway; and the next does not promise to be far slower."""
     good = [tried for tried in tries if not tried.rank[0]]
     # One that was measured twice is no worse for it.
     last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
     best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
     promised = plan.prediction.step_ms if plan.prediction else best
     less = 1 - max(NOISE_SHARE, tries[-1].error_share)
+    if promised > min(best, last) * MOST_DEARER:
+        return False
     return last < best * less or promised < min(best, last) * less
 
 

@@ -16,7 +16,7 @@ from mindspeed_swap.core.recompute import (
     modules_of,
 )
 from mindspeed_swap.core.simulate import memory_curve, simulate
-from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _Solver, floor, solve
+from mindspeed_swap.core.solve import ALL_VERBS, Infeasible, _full_recompute, _Solver, floor, solve
 from mindspeed_swap.core.trace import ModuleKey, ModuleRecord, StepTrace
 
 NAME = ModuleKey(0, 0, 1, "mlp")
@@ -106,7 +106,7 @@ def test_everything_recomputed_is_tried_with_chains_and_without() -> None:
              for chains in (True, False)]  # fmt: skip
     found = {sum(corner.flags): corner.peak for corner in _Solver(trace, ALL_VERBS).corners if not corner.placed}
     assert peaks == [found[2], found[1]]
-    assert _Solver(trace, ALL_VERBS)._full_recompute()[1] == min(peaks)
+    assert _full_recompute(trace)[1] == min(peaks)
 
 
 def test_a_plan_that_recomputes_what_is_not_there_is_refused() -> None:

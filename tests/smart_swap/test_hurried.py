@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 from traces import Shape, megatron_trace
 
+from mindspeed_swap.core.plan import Plan, Prediction
 from mindspeed_swap.core.retime import HURRY_SHARE, hurried, retimed
 from mindspeed_swap.core.simulate import memory_curve, plain_step_ms, simulate
 from mindspeed_swap.core.solve import ALL_VERBS, KEEP_SWAP, floor, solve, told_of
 from mindspeed_swap.core.trace import FORWARD
 from mindspeed_swap.report.what_if import frontier
+from mindspeed_swap.smart_swap.outcomes import Try, promises_more
 from mindspeed_swap.smart_swap.planning import make_plan
 from mindspeed_swap.smart_swap.policy import Policy
 
@@ -73,3 +75,25 @@ def test_what_if_answers_with_the_plan_that_a_search_would_run():
     for name, recomputes in (("keep|swap", False), ("+recompute", True)):
         plan = make_plan(EXPERTS, Policy(recomputes=recomputes), [there]).plan
         assert answers[name].step_ms == plan.prediction.step_ms and answers[name].swap_bytes == plan.swap_bytes
+
+
+def test_what_ran_again_is_hurried_as_well():
+    modules = [replace(module, again_ms=2.0) for module in EXPERTS.modules]
+    quick = hurried(replace(EXPERTS, modules=modules))
+    for module, before in zip(quick.modules, EXPERTS.modules, strict=True):
+        assert module.again_ms == pytest.approx(2.0 * module.forward_ms / before.forward_ms)
+    assert sum(module.again_ms for module in quick.modules) < 0.95 * 2.0 * len(modules)
+    assert all(module.again_ms == 2.0 for module in modules)  # of the recorded step
+
+
+def test_a_plan_that_promises_far_more_is_not_tried():
+    def tried(step_ms: float) -> Try:
+        plan = Plan("", 0, prediction=Prediction({}, step_ms, 0.0))
+        return Try(plan, 0, 0, 1, step_ms, None)
+
+    def following(promised_ms: float) -> Plan:
+        return Plan("", 0, prediction=Prediction({}, promised_ms, 0.0))
+
+    tries = [tried(150.0), tried(100.0)]
+    assert promises_more(tries, following(90.0)) and promises_more(tries, following(120.0))
+    assert not promises_more(tries, following(126.0)) and not promises_more(tries, following(360.0))
