@@ -152,15 +152,14 @@ class Attempt:
         What moves take the host is no wait: it is left however much is recomputed, as long as anything moves."""
         stage, kinds = self.stage, [self.stage.modules[m].record.key.name for m, _ in order]
         gained = [0, *accumulate(nbytes for _, nbytes in order)]
-        extra: dict[int, float] = {}  # by how many are recomputed, with the first ways to swap
-        stalls: dict[int, float] = {}  # likewise; endless where that does not fit
+        seen: dict[int, Rank] = {}  # by how many are recomputed, with the first ways to swap
         sets = FEWEST_SETS if self._large else max(FEWEST_SETS, min(SETS, self._tries // TRIES_PER_SET))
 
         def waits(k: int) -> float:
-            if k not in stalls:
-                found = self._swap(stage.first(order, k), ways=FIRST_WAYS)
-                extra[k], stalls[k] = found.extra_ms, found.stall_ms
-            return stalls[k]
+            """Endless where that does not fit."""
+            if k not in seen:
+                seen[k] = self._swap(stage.first(order, k), ways=FIRST_WAYS)
+            return seen[k].stall_ms
 
         def walk(more: bool) -> int:
             """``more``: what does not fit is followed by what recomputes more, else by what recomputes less."""
@@ -184,13 +183,12 @@ class Attempt:
             return high
 
         high = walk(True)
-        if not self._large and wait_ms < _UNKNOWN.stall_ms and _UNKNOWN.stall_ms in stalls.values():
-            walk(False)  # swap alone fits, so fewer may: less comes back at once
         if not self._large:
+            if wait_ms < _UNKNOWN.stall_ms and _UNKNOWN in seen.values():
+                walk(False)  # swap alone fits, so fewer may: less comes back at once
             for k in [k for k in range(1, min(high, len(order))) if kinds[k] != kinds[k - 1]][-BEST_SETS:]:
-                if k not in extra:
-                    waits(k)
-            for k in sorted(extra, key=extra.__getitem__)[:BEST_SETS]:
+                waits(k)
+            for k in sorted(seen, key=lambda k: seen[k].extra_ms)[:BEST_SETS]:
                 self._swap(stage.first(order, k))
         return high
 

@@ -18,7 +18,7 @@ those of a step without waits; a wait or a recompute moves everything after it. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from mindspeed_swap.core.checked import first_difference
@@ -64,6 +64,11 @@ def simulate(trace: StepTrace, plan: Plan) -> Outcome:
         if number in freed:
             raise ValueError(f"plan swaps and recomputes {tuple(trace.saved[number].key)}")
     return outcome(trace, placed, modules)
+
+
+def predicted(trace: StepTrace, plan: Plan) -> Plan:
+    """The plan with what it is simulated to do."""
+    return replace(plan, prediction=simulate(trace, plan).prediction)
 
 
 def outcome(trace: StepTrace, placed: Sequence[Placed], modules: Sequence[Module]) -> Outcome:

@@ -15,7 +15,7 @@ from mindspeed_swap.core.lanes import NEGLIGIBLE_MS, Placed, run_lanes
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.recompute import Module, as_they_run, full_recompute, modules_of
 from mindspeed_swap.core.scene import Stage
-from mindspeed_swap.core.simulate import memory_curve, outcome, plain_step_ms, plan_of, simulate
+from mindspeed_swap.core.simulate import memory_curve, outcome, plain_step_ms, plan_of, predicted
 from mindspeed_swap.core.trace import EXIT, FORWARD, OUTSIDE, StepTrace
 from mindspeed_swap.core.windows import is_candidate
 from mindspeed_swap.units import format_bytes
@@ -78,7 +78,7 @@ def solve(
 
 def told_of(trace: StepTrace, plan: Plan, verbs: Collection[str] = KEEP_SWAP) -> Plan:
     """A plan of ``solve`` with what it is predicted to do in another step, of the same tensors and points."""
-    told = replace(plan, prediction=simulate(trace, plan).prediction)
+    told = predicted(trace, plan)
     return told if RECOMPUTE in verbs else _with_full_recompute(trace, told)
 
 

@@ -80,7 +80,7 @@ def promises_more(tries: Sequence[Try], plan: Plan) -> bool:
     # One that was measured twice is no worse for it.
     last = min(tried.step_ms for tried in good if tried.plan is good[-1].plan)
     best = min((tried.step_ms for tried in good if tried.plan is not good[-1].plan), default=float("inf"))
-    promised = plan.prediction.step_ms if plan.prediction else best
+    promised = plan.prediction.step_ms if plan.prediction else min(best, last)
     less = 1 - max(NOISE_SHARE, tries[-1].error_share)
     if promised > min(best, last) * MOST_DEARER:
         return False

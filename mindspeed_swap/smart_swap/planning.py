@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from mindspeed_swap.core.plan import Plan
 from mindspeed_swap.core.retime import hurried
+from mindspeed_swap.core.simulate import predicted
 from mindspeed_swap.core.solve import Infeasible, solve, told_of
 from mindspeed_swap.core.trace import StepTrace
 from mindspeed_swap.smart_swap.policy import Policy
-from mindspeed_swap.smart_swap.stages import eligible, move_all, predicted
+from mindspeed_swap.smart_swap.stages import eligible, move_all
 from mindspeed_swap.units import enough_gib, format_bytes
 
 # Of the host budget, that plans leave: freed blocks of other sizes leave gaps.

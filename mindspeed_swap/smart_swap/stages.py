@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mindspeed_swap.core.lanes import Placed
 from mindspeed_swap.core.plan import Plan
-from mindspeed_swap.core.simulate import plan_of, simulate
+from mindspeed_swap.core.simulate import plan_of, predicted
 from mindspeed_swap.core.trace import OUTSIDE, Key, SavedRecord, StepTrace
 from mindspeed_swap.core.windows import is_candidate, points_to_act, windows
 from mindspeed_swap.smart_swap.policy import Policy
@@ -96,8 +96,3 @@ def _by_stage(trace: StepTrace, policy: Policy) -> list[Placed]:
 def _plan(trace: StepTrace, budget: int, placed: list[Placed]) -> Plan:
     placed.sort(key=lambda item: (item.prefetch, trace.saved[item.record].first_read))
     return predicted(trace, plan_of(trace, budget, placed))
-
-
-def predicted(trace: StepTrace, plan: Plan) -> Plan:
-    """The plan with what it is simulated to do."""
-    return replace(plan, prediction=simulate(trace, plan).prediction)

